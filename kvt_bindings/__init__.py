@@ -1,0 +1,1 @@
+"""Python face of ``kvt``, the native data plane."""
