@@ -1,0 +1,9 @@
+#include "bindings.h"
+
+namespace kvt_python {
+
+void bind_layout(nanobind::module_& m) {
+  (void)m;
+}
+
+}  // namespace kvt_python
