@@ -52,7 +52,7 @@ class Code(enum.IntEnum):
     def from_wire(cls, value: object) -> Code:
         """The code for a number from a socket; an unknown one is INTERNAL, never an exception."""
         try:
-            return cls(value)
+            return cls(value)  # type: ignore[arg-type]
         except ValueError:
             return cls.INTERNAL
 
