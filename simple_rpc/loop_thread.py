@@ -1,0 +1,427 @@
+"""One event loop in its own thread, for a process whose own threads must not wait for it.
+
+Hand-off into the loop (`call`, `submit`)
+  callers        any thread, the loop thread included. Never blocks (a short lock).
+  order          what `call` and `submit` accept starts in the order of acceptance.
+  after close    `close` first refuses: LoopClosedError. Everything accepted before still starts;
+                 nothing runs once `close` has returned. Every future given out completes.
+Hand-off out of the loop: `simple_rpc.mailbox.Mailbox`.
+
+Tasks are started with `spawn`, which holds them strongly (the loop itself does not: a task that
+nobody references can be collected while it waits). A task that ends by surprise is noticed and
+handled by its scope:
+  REQUEST, PEER  its `on_failure` is called with the exception: that request fails, that peer goes.
+  PROCESS        the task was to live as long as the loop: any end of it, also a plain return or a
+                 cancellation by somebody else, makes the loop unhealthy and calls `on_fatal`, once.
+An exception in a `call`, in a plain loop callback, in `on_failure`, or in a task that was not
+started here is of PROCESS scope too: nobody else is there to take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import enum
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from simple_rpc._errors import ClosedError, Code, RpcError
+from simple_rpc._lag import LAG_LIMIT_S, LagMonitor, LagReport, LagWatchdog
+from simple_rpc.metrics import Counters, Metrics
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Long enough for tasks to say goodbye to their peers, short enough for a shutdown somebody watches.
+CLOSE_TIMEOUT_S = 5.0
+# How long a new thread may need to reach its loop: covers a machine that swaps.
+START_TIMEOUT_S = 30.0
+
+
+class Scope(enum.Enum):
+    """Who suffers when a task fails."""
+
+    REQUEST = "request"
+    PEER = "peer"
+    PROCESS = "process"
+
+
+class LoopClosedError(ClosedError):
+    """The loop thread is closing or closed (or was never started): nothing was or will be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """Why the loop is unhealthy. `error` is None where there was no exception."""
+
+    reason: str
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Who is told of a task's end: `on_failure` (spawn), `future` (submit) or nobody but us."""
+
+    scope: Scope
+    on_failure: Callable[[BaseException], None] | None
+    future: concurrent.futures.Future[Any] | None = None
+
+
+class _State(enum.Enum):
+    NEW = "new"
+    RUNNING = "running"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class LoopThread:
+    """See the module's contract.
+
+    `on_fatal(Fatal)` is called at most once, on the loop thread (or on the dying thread if the loop
+    itself died). `on_lag(LagReport)` is called on a watchdog thread, once per stall above
+    `lag_limit_s`. Both must not block. A fork copies no threads: start it after forking.
+    """
+
+    def __init__(
+        self,
+        name: str = "rpc-loop",
+        *,
+        on_fatal: Callable[[Fatal], None] | None = None,
+        on_lag: Callable[[LagReport], None] | None = None,
+        lag_limit_s: float = LAG_LIMIT_S,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.name = name
+        self.metrics: Metrics = metrics if metrics is not None else Counters()
+        self._on_fatal = on_fatal
+        self._on_lag = on_lag
+        self._monitor = LagMonitor(lag_limit_s)
+        self._lock = threading.Lock()
+        self._state = _State.NEW
+        self._entries: list[Callable[[], None]] = []
+        self._is_wake_sent = False
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: dict[asyncio.Task[Any], _Owner] = {}
+        self._stopping: set[asyncio.Task[Any]] = set()
+        self._close_timeout_s = CLOSE_TIMEOUT_S
+        self._fatal: Fatal | None = None
+
+    # -- state, from any thread ------------------------------------------------------------------
+
+    @property
+    def fatal(self) -> Fatal | None:
+        """The first fatal failure, or None while healthy. Any thread."""
+        return self._fatal
+
+    @property
+    def is_running(self) -> bool:
+        return self._state is _State.RUNNING
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop. LoopClosedError before `start`."""
+        if self._loop is None:
+            raise LoopClosedError(message=f"loop thread {self.name!r} was not started")
+        return self._loop
+
+    def __repr__(self) -> str:
+        health = "healthy" if self._fatal is None else f"fatal: {self._fatal.reason}"
+        return f"<LoopThread {self.name!r} {self._state.value} tasks={len(self._tasks)} {health}>"
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self) -> LoopThread:
+        """Starts the thread and returns once its loop turns. Once only."""
+        with self._lock:
+            if self._state is not _State.NEW:
+                raise LoopClosedError(message=f"loop thread {self.name!r} was started before")
+            self._state = _State.RUNNING
+            self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise RpcError(Code.TIMEOUT, f"loop thread {self.name!r} did not start")
+        return self
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Refuses new work, starts what was accepted, cancels all tasks, ends the thread.
+
+        Any thread but the loop's own; repeating it waits for the same end. RpcError(TIMEOUT) if
+        tasks have not ended `timeout_s` after their cancellation (they never run again), or if the
+        loop hangs (it is left behind; the error says where).
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("close() waits for the loop thread: do not call it from there")
+        with self._lock:
+            if self._state is _State.NEW:
+                self._state = _State.CLOSED
+                return
+            if self._state is _State.RUNNING:
+                self._state = _State.CLOSING
+                self._close_timeout_s = timeout_s
+                self._wake()
+        thread = self._thread
+        assert thread is not None
+        thread.join(2 * timeout_s)  # the tasks get one, the loop's own end the other
+        if thread.is_alive():
+            frame = sys._current_frames().get(thread.ident or 0)
+            where = "".join(traceback.format_stack(frame)) if frame else "?"
+            names = ", ".join(sorted(task.get_name() for task in list(self._tasks))) or "none"
+            raise RpcError(
+                Code.TIMEOUT,
+                f"loop thread {self.name!r} hangs: not ended within {2 * timeout_s} s; "
+                f"tasks left: {names}; it is at:\n{where}",
+            )
+        if self._tasks:
+            names = ", ".join(sorted(task.get_name() for task in self._tasks))
+            raise RpcError(Code.TIMEOUT, f"tasks ignored their cancellation: {names}")
+
+    def __enter__(self) -> LoopThread:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- into the loop, from any thread ------------------------------------------------------------
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Runs `function(*args)` on the loop thread, soon. It must not block and not raise."""
+
+        def entry() -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                self.fail(f"call of {_name_of(function)} raised", error)
+
+        self._enter(entry)
+
+    def submit(
+        self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any
+    ) -> concurrent.futures.Future[T]:
+        """Runs the coroutine function on the loop; the future takes its result or exception.
+
+        Cancelling the future cancels the coroutine. At close the coroutine is cancelled and the
+        future gets LoopClosedError. Do not wait for the future on the loop thread.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def entry() -> None:
+            if future.cancelled():
+                return
+            try:
+                task = self.loop.create_task(function(*args), name=_name_of(function))
+            except Exception as error:
+                _settle(future, None, error)
+                return
+            self._tasks[task] = _Owner(Scope.REQUEST, None, future)
+            task.add_done_callback(self._task_done)
+            future.add_done_callback(lambda future: self._future_done(future, task))
+
+        self._enter(entry)
+        return future
+
+    def _enter(self, entry: Callable[[], None]) -> None:
+        with self._lock:
+            if self._state is not _State.RUNNING:
+                raise LoopClosedError(message=f"loop thread {self.name!r} is {self._state.value}")
+            self._entries.append(entry)
+            if not self._is_wake_sent:
+                self._is_wake_sent = True
+                self._wake()
+
+    def _wake(self) -> None:
+        """Under the lock, so that the loop cannot be closed between the state's check and this."""
+        self.loop.call_soon_threadsafe(self._run_entries)
+
+    # -- on the loop thread ------------------------------------------------------------------------
+
+    def spawn(
+        self,
+        coro: Coroutine[Any, Any, T],
+        *,
+        name: str,
+        scope: Scope = Scope.PROCESS,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> asyncio.Task[T]:
+        """Starts a task and holds it until it ends. Loop thread only.
+
+        REQUEST and PEER need `on_failure(error)`: called on the loop thread when the task raises or
+        is cancelled by anyone but `stop` and `close`; a plain return is fine. PROCESS takes none:
+        such a task must not end at all.
+        """
+        if (scope is Scope.PROCESS) != (on_failure is None):
+            coro.close()
+            raise ValueError(f"on_failure: expected for request and peer scope only ({name!r})")
+        task = self.loop.create_task(coro, name=name)
+        self._tasks[task] = _Owner(scope, on_failure)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def stop(self, task: asyncio.Task[Any]) -> None:
+        """Cancels a task on its owner's behalf: its end is then no failure. Loop thread only."""
+        if not task.done() and task not in self._stopping:
+            self._stopping.add(task)
+            task.cancel()
+
+    def fail(self, reason: str, error: BaseException | None = None) -> None:
+        """A failure of the whole process: unhealthy from now on. Loop thread only.
+
+        The first one calls `on_fatal`; later ones are logged and counted. The loop keeps turning,
+        so that the embedder can still be told things and close it in order.
+        """
+        self.metrics.count("loop.fatal")
+        log.critical("loop thread %s: %s", self.name, reason, exc_info=error)
+        if self._fatal is not None:
+            return
+        self._fatal = Fatal(reason, error)
+        if self._on_fatal is not None:
+            try:
+                self._on_fatal(self._fatal)
+            except Exception:
+                log.exception("loop thread %s: on_fatal raised", self.name)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        loop = self.loop
+        asyncio.set_event_loop(loop)
+        loop.set_exception_handler(self._loop_exception)
+        watchdog = LagWatchdog(self._monitor, threading.get_ident(), self._lagging)
+        loop.call_soon(self._started.set)
+        loop.call_soon(self._beat)
+        watchdog.start()
+        error: BaseException | None = None
+        try:
+            loop.run_forever()
+        except BaseException as caught:  # SystemExit and KeyboardInterrupt leave the loop
+            error = caught
+        with self._lock:
+            was_asked_to = self._state is _State.CLOSING
+            self._state = _State.CLOSED
+        if not was_asked_to:
+            self.fail("the loop ended without being asked to", error)
+        try:
+            self._run_entries()  # accepted, but the loop ended before their turn: they start too
+            loop.run_until_complete(self._cancel_all())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except BaseException:
+            log.exception("loop thread %s: while ending", self.name)
+        watchdog.stop()
+        for owner in self._tasks.values():
+            if owner.future is not None:
+                _settle(owner.future, None, self._closed_error())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+    def _run_entries(self) -> None:
+        with self._lock:
+            entries, self._entries = self._entries, []
+            self._is_wake_sent = False
+            is_closing = self._state is _State.CLOSING
+        for entry in entries:
+            entry()
+        if is_closing:
+            self.loop.stop()
+
+    async def _cancel_all(self) -> None:
+        """Cancels every task on the loop, and those they start meanwhile, until none is left."""
+        myself = asyncio.current_task()
+        until_s = time.monotonic() + self._close_timeout_s
+        while others := asyncio.all_tasks() - {myself}:
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                return
+            for task in others:
+                self.stop(task)
+            await asyncio.wait(others, timeout=remaining_s)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        owner = self._tasks.pop(task)
+        is_expected = task in self._stopping
+        self._stopping.discard(task)
+        error: BaseException | None
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if owner.future is not None:
+            if isinstance(error, asyncio.CancelledError):
+                error = self._closed_error() if is_expected else RpcError(Code.ABORTED, _how(error))
+            _settle(owner.future, None if error else task.result(), error)
+            return
+        if is_expected and (error is None or isinstance(error, asyncio.CancelledError)):
+            return
+        name = task.get_name()
+        if owner.on_failure is None:
+            how = "returned" if error is None else _how(error)
+            self.fail(f"background task {name!r} {how}", error)
+        elif error is not None:
+            self.metrics.count(f"loop.failed.{owner.scope.value}")
+            try:
+                owner.on_failure(error)
+            except Exception as second:
+                self.fail(f"on_failure of task {name!r} raised", second)
+
+    def _future_done(self, future: concurrent.futures.Future[Any], task: asyncio.Task[Any]) -> None:
+        """Any thread: it was settled here, or whoever submitted it has cancelled it."""
+        if future.cancelled():
+            with contextlib.suppress(LoopClosedError):
+                self.call(self.stop, task)
+
+    def _closed_error(self) -> LoopClosedError:
+        return LoopClosedError(message=f"loop thread {self.name!r} was closed before the end")
+
+    def _loop_exception(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        message = str(context.get("message", "unknown"))
+        error = context.get("exception")
+        if "transport" in context or "protocol" in context or "socket" in context:
+            # A broken connection: its owner is told by connection_lost.
+            self.metrics.count("loop.transport_error")
+            log.warning("loop thread %s: %s", self.name, message, exc_info=error)
+            return
+        self.fail(message, error)
+
+    def _beat(self) -> None:
+        late_s = self._monitor.beat(time.monotonic())
+        self.metrics.observe("loop.lag", late_s)
+        self.loop.call_later(self._monitor.beat_s, self._beat)
+
+    def _lagging(self, report: LagReport) -> None:
+        log.error(
+            "loop thread %s has not turned for %.1f s; it is at:\n%s",
+            self.name, report.lag_s, report.stack,
+        )  # fmt: skip
+        if self._on_lag is not None:
+            try:
+                self._on_lag(report)
+            except Exception:
+                log.exception("loop thread %s: on_lag raised", self.name)
+
+
+def _settle(
+    future: concurrent.futures.Future[Any], result: Any, error: BaseException | None
+) -> None:
+    """Gives a future its end, unless whoever holds it has cancelled it."""
+    if not future.done() and future.set_running_or_notify_cancel():
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _how(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "was cancelled by somebody else"
+    return f"raised {type(error).__name__}"
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
