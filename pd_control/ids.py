@@ -1,0 +1,107 @@
+"""Identities: peers, transfers, and what a request's content is.
+
+Pure values, safe to use on any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgpack
+
+INCARNATION_BYTES = 16  # random, new at every process start
+KEY_BYTES = 16  # what native code and native news use in place of a transfer id
+DIGEST_BYTES = 32  # of a request's content; collisions must be out of reach of an attacker
+MAX_INSTANCE_CHARS = 64
+MAX_REQUEST_ID_CHARS = 256  # engines append suffixes to what a client sent
+
+
+class PeerId(NamedTuple):
+    """One life of one scheduler process: an instance and its incarnation."""
+
+    instance: str
+    incarnation: bytes
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.incarnation.hex()[:8]}"
+
+
+class TransferId(NamedTuple):
+    """Names one try to move the KV of one request to D. Unique for ever: the incarnation sees to
+    it over restarts, the attempt over retries."""
+
+    d_instance: str
+    d_incarnation: bytes
+    request_id: str
+    attempt: int
+
+    def key(self) -> bytes:
+        """The 16 bytes that stand for this id in native code."""
+        return blake2b(msgpack.packb(tuple(self)), digest_size=KEY_BYTES).digest()
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.d_instance, self.d_incarnation)
+
+    def __str__(self) -> str:
+        return f"{self.d_instance}/{self.d_incarnation.hex()[:8]}/{self.request_id}/{self.attempt}"
+
+
+def identity_digest(
+    model: str,
+    *,
+    adapter: str = "",
+    multimodal_hashes: Sequence[str] = (),
+    cache_salt: str = "",
+) -> bytes:
+    """32 bytes over everything but the token ids that decides what a KV entry holds."""
+    fields = (model, adapter, list(multimodal_hashes), cache_salt)
+    return blake2b(msgpack.packb(fields), digest_size=DIGEST_BYTES).digest()
+
+
+class Content:
+    """What a request is: its token ids and the identity they are computed under.
+
+    Holds a reference to the engine's own sequence of token ids and copies nothing; the engine must
+    not change the first `num_tokens` of them while the request lives.
+    """
+
+    __slots__ = ("_identity", "_token_ids", "num_tokens")
+
+    def __init__(self, token_ids: Sequence[int], identity: bytes) -> None:
+        self._token_ids = token_ids
+        self._identity = identity
+        self.num_tokens = len(token_ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self._token_ids
+
+    @property
+    def identity(self) -> bytes:
+        return self._identity
+
+    def digest(self, num_tokens: int) -> bytes:
+        """Digest over the identity and token ids [0, num_tokens).
+
+        Raises ValueError if the request has fewer tokens. Token ids outside [0, 2**32) raise
+        OverflowError: they cannot come from a vocabulary.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"expected 0..{self.num_tokens} tokens, got {num_tokens}")
+        ids = array("I", self._token_ids[:num_tokens])
+        if sys.byteorder == "big":
+            ids.byteswap()
+        h = blake2b(self._identity, digest_size=DIGEST_BYTES)
+        h.update(num_tokens.to_bytes(8, "little"))
+        h.update(ids.tobytes())
+        return h.digest()
+
+
+def prefill_request_id(transfer: TransferId) -> str:
+    """The request id under which P admits what a PREFILL carries: unique per try."""
+    return f"{transfer.request_id}~{transfer.key().hex()[:12]}"
