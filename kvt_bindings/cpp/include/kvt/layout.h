@@ -34,12 +34,14 @@ struct Axis {
   std::uint64_t size = 1;
   std::uint64_t stride_bytes = 0;  // meaningless when size is 1
 
-  bool operator==(const Axis&) const = default;
+  bool operator==(const Axis& other) const {
+    return size == other.size && (size == 1 || stride_bytes == other.stride_bytes);
+  }
 };
 
 struct View {
   std::string name;   // what it holds ("kv", "latent", "indexer", "conv", ...); peers match by name
-  std::string dtype;  // compared by name; also fixes nothing else
+  std::string dtype;  // compared by name
   Granularity granularity = Granularity::kTokens;
   std::string cell;               // kCell: name of the kernel / ISA order inside; else empty
   std::uint32_t item_bytes = 1;   // of one element along DIM
@@ -82,11 +84,13 @@ inline constexpr std::size_t kMaxLayoutBytes = 64 * 1024;
 inline constexpr std::size_t kMaxLayers = 4096;
 inline constexpr std::size_t kMaxGroups = 256;
 inline constexpr std::size_t kMaxPatterns = 256;
-inline constexpr std::size_t kMaxViews = 64;       // per pattern
-inline constexpr std::size_t kMaxTensors = 64;     // per pattern
-inline constexpr std::size_t kMaxNameBytes = 256;  // any string
-inline constexpr std::uint32_t kMaxTp = 4096;
-inline constexpr std::uint32_t kMaxPp = 1024;
+inline constexpr std::size_t kMaxViews = 64;          // per pattern
+inline constexpr std::size_t kMaxTensors = 64;        // per pattern
+inline constexpr std::size_t kMaxNameBytes = 256;     // any string
+inline constexpr std::uint32_t kMaxRanks = 4096;      // tp_size * pp_size
+inline constexpr std::uint32_t kMaxHeads = 1u << 24;  // heads_total; state channels count here
+inline constexpr std::uint32_t kMaxKv = 64;           // kv_begin + kv.size
+inline constexpr std::uint32_t kMaxItemBytes = 1u << 20;
 inline constexpr std::uint64_t kMaxExtent = 1ull << 46;  // bytes of a layer's address space
 
 struct Layout {

@@ -11,7 +11,7 @@
 
 namespace kvt {
 
-struct MemorySpan {
+struct TensorMemory {
   std::uint8_t* data = nullptr;  // a host address, or a device address if the cache is on CUDA
   std::uint64_t bytes = 0;
 };
@@ -19,7 +19,7 @@ struct MemorySpan {
 // One layer's tensors in the order of its address space. The embedder keeps the memory alive.
 struct LayerMemory {
   std::uint16_t layer = 0;
-  std::vector<MemorySpan> tensors;
+  std::vector<TensorMemory> tensors;
 };
 
 // Immutable; any thread.
@@ -44,7 +44,7 @@ class RankCache {
                Visit&& visit) const {
     const Entry* entry = find(layer);
     if (entry == nullptr || offset > entry->bytes || length > entry->bytes - offset) return false;
-    for (const MemorySpan& tensor : entry->tensors) {
+    for (const TensorMemory& tensor : entry->tensors) {
       if (length == 0) break;
       if (offset >= tensor.bytes) {
         offset -= tensor.bytes;
@@ -60,12 +60,14 @@ class RankCache {
 
  private:
   struct Entry {
-    std::vector<MemorySpan> tensors;
+    std::vector<TensorMemory> tensors;
     std::uint64_t bytes = 0;
   };
   const Entry* find(std::uint16_t layer) const {
-    if (layer < first_layer_ || layer - first_layer_ >= entries_.size()) return nullptr;
-    const Entry& entry = entries_[layer - first_layer_];
+    if (layer < first_layer_) return nullptr;
+    const std::size_t i = static_cast<std::size_t>(layer - first_layer_);
+    if (i >= entries_.size()) return nullptr;
+    const Entry& entry = entries_[i];
     return entry.tensors.empty() ? nullptr : &entry;
   }
 
