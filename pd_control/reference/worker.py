@@ -1,0 +1,149 @@
+"""One tensor-parallel rank of the engine, as a process: ``python -m pd_control.reference.worker FD``.
+
+The scheduler process hands it one end of a socket pair and sends, in order, one ``init`` message and
+then ``step`` messages; each is answered. The worker ends when the socket closes.
+
+The main thread is the engine's: it computes. What the control plane does in this process runs beside
+it and touches it at four points only, given by :class:`StepHooks`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pd_control.reference.checkpoint import load
+from pd_control.reference.model import Model, make_batch
+from pd_control.reference.sampling import SamplingParams, sample
+from pd_control.reference.wire import MessageSocket, PeerGoneError
+
+
+class StepHooks(Protocol):
+    """Where a step meets the control plane. All calls come from the worker's main thread, in order."""
+
+    def before_step(self, step: int, metadata: Any) -> None: ...
+    def layer_done(self, step: int, layer: int) -> None: ...
+    def after_step(self, step: int) -> Any:
+        """What goes back to the scheduler with the step's output."""
+
+    def close(self) -> None: ...
+
+
+class NoHooks:
+    """An undivided engine: nobody wants to know."""
+
+    def before_step(self, step: int, metadata: Any) -> None:
+        return None
+
+    def layer_done(self, step: int, layer: int) -> None:
+        return None
+
+    def after_step(self, step: int) -> Any:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """The first message, as a dict of these fields. ``rendezvous`` is a file path for the rank group."""
+
+    source: str
+    tp_rank: int
+    tp_size: int
+    num_blocks: int
+    block_tokens: int
+    num_threads: int = 1
+    device: str = "cpu"
+    rendezvous: str = ""
+    control: dict[str, Any] | None = None
+
+
+def make_reduce(init: WorkerInit) -> Any:
+    """The sum over ranks, through torch.distributed; None for a single rank."""
+    if init.tp_size == 1:
+        return None
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if init.device.startswith("cuda") else "gloo",
+        init_method=f"file://{init.rendezvous}",
+        rank=init.tp_rank,
+        world_size=init.tp_size,
+    )
+    return dist.all_reduce
+
+
+def make_hooks(init: WorkerInit, cache: list[torch.Tensor], model: Model) -> StepHooks:
+    if init.control is None:
+        return NoHooks()
+    raise NotImplementedError
+
+
+def run_step(
+    message: dict[str, Any],
+    model: Model,
+    cache: list[torch.Tensor],
+    block_tokens: int,
+    hooks: StepHooks,
+) -> dict[str, Any]:
+    """Compute one step. Rank 0 samples; the others answer without tokens.
+
+    A row of the message is (new token ids, cached tokens, block ids, sampling fields or None).
+    """
+    step: int = message["step"]
+    rows = [(ids, context, blocks, s is not None) for ids, context, blocks, s in message["rows"]]
+    hooks.before_step(step, message.get("control"))
+    logits = model.forward(
+        make_batch(rows, block_tokens), cache, lambda layer: hooks.layer_done(step, layer)
+    )
+    tokens: list[int] = []
+    if model.tp_rank == 0:
+        wanted = [
+            (SamplingParams(**s), context + len(ids))
+            for ids, context, _, s in message["rows"]
+            if s is not None
+        ]
+        tokens = [sample(row, p, at) for row, (p, at) in zip(logits, wanted, strict=True)]
+    return {"step": step, "tokens": tokens, "control": hooks.after_step(step)}
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler process decides when this ends
+    link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        init = WorkerInit(**link.receive())
+        torch.set_num_threads(init.num_threads)
+        reduce = make_reduce(init)
+        spec, weights = load(init.source)
+        model = Model(
+            spec,
+            weights,
+            tp_rank=init.tp_rank,
+            tp_size=init.tp_size,
+            device=init.device,
+            all_reduce=reduce,
+        )
+        del weights
+        cache = model.new_cache(init.num_blocks, init.block_tokens)
+        hooks = make_hooks(init, cache, model)
+        link.send({"ready": True, "pid": os.getpid()})
+        try:
+            while True:
+                link.send(run_step(link.receive(), model, cache, init.block_tokens, hooks))
+        finally:
+            hooks.close()
+    except PeerGoneError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
