@@ -19,10 +19,12 @@ void raise_kvt_error(const kvt::Error& error) {
 }  // namespace
 
 void bind_basic(nb::module_& m) {
+  nb::dict members;
+  members["code"] = nb::int_(static_cast<int>(kvt::Code::kInternal));
   kvt_error_type = PyErr_NewExceptionWithDoc(
       "kvt_bindings._kvt.KvtError",
       "A call into kvt that failed; `code` is one of the stable outcome codes.", PyExc_RuntimeError,
-      nullptr);
+      members.ptr());
   m.attr("KvtError") = nb::borrow(kvt_error_type);
   nb::register_exception_translator(
       [](const std::exception_ptr& p, void*) {

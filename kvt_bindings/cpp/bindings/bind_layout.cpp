@@ -175,7 +175,12 @@ void bind_layouts(nb::module_& m) {
                      for (const auto& p : l.patterns) out.emplace_back(p.tensor_bytes, p.views);
                      return out;
                    })
-      .def("__eq__", [](const kvt::Layout& a, const kvt::Layout& b) { return a == b; })
+      .def(
+          "__eq__",
+          [](const kvt::Layout& a, const nb::object& b) {
+            return nb::isinstance<kvt::Layout>(b) && a == nb::cast<const kvt::Layout&>(b);
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", &kvt::Layout::fingerprint)
       .def("__repr__", [](const kvt::Layout& l) {
         return "<kvt.Layout " + l.model + ", " + std::to_string(l.layers.size()) + " layers, tp " +
@@ -196,7 +201,7 @@ void bind_plans(nb::module_& m) {
   m.attr("NO_BLOCK") = nb::int_(kvt::kNoBlock);
   nb::class_<kvt::PlanPart>(m, "PlanPart", "The same runs for each of some layers.")
       .def_ro("layers", &kvt::PlanPart::layers)
-      .def_ro("bytes", &kvt::PlanPart::bytes, "of one layer")
+      .def_ro("bytes_per_layer", &kvt::PlanPart::bytes)
       .def_prop_ro("num_runs", [](const kvt::PlanPart& p) { return p.runs.size(); })
       .def_prop_ro(
           "runs",
@@ -292,6 +297,8 @@ void bind_memory(nb::module_& m) {
                               a.device_type(), a.device_id());
       },
       "array"_a,
+      nb::sig(
+          "def dlpack_info(array: object) -> tuple[int, list[int], list[int], int, int, int, int]"),
       "(address, shape, strides in elements, bits, dtype code, device type, device id) of anything "
       "that speaks DLPack.");
   m.def(

@@ -253,6 +253,7 @@ bool decode(Body body, Open* out, std::string* why) {
   out->end_token = in.get<std::uint32_t>();
   if (!whole(in, "OPEN", why)) return false;
   if ((out->flags & ~kOpenFlagCrc) != 0) return fail(why, "OPEN: unknown flags");
+  if (out->first_token == 0 && out->end_token == 0) return true;
   return check_range(out->first_token, out->end_token, "OPEN", why);
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kvt/code.h"
+#include "kvt/rank_cache.h"
 
 namespace kvt {
 
@@ -19,6 +20,11 @@ void MemoryRegistry::add(std::uint16_t layer, const MemoryRegion& region) {
       region.address > kMax - region.extent_bytes) {
     refuse("region wraps around");
   }
+  const bool is_device = region.kind == MemoryKind::kDevice;
+  if (num_layers_ > 0 &&
+      (is_device != device_.has_value() || (is_device && *device_ != region.device))) {
+    refuse("not in the same memory as the layers before");
+  }
   if (layers_.size() <= layer) layers_.resize(layer + 1u);
   std::vector<MemoryRegion>& regions = layers_[layer];
   const auto after = std::upper_bound(
@@ -30,31 +36,36 @@ void MemoryRegistry::add(std::uint16_t layer, const MemoryRegion& region) {
   }
   num_layers_ += regions.empty() ? 1 : 0;
   total_bytes_ += region.extent_bytes;
+  if (is_device) device_ = region.device;
   regions.insert(after, region);
-}
-
-bool MemoryRegistry::translate(std::uint16_t layer, std::uint64_t offset, std::uint64_t length,
-                               MemorySpan* out) const {
-  if (layer >= layers_.size() || length == 0) return false;
-  for (const MemoryRegion& r : layers_[layer]) {  // one to three tensors: a scan beats a search
-    if (offset < r.layer_offset || offset - r.layer_offset >= r.extent_bytes) continue;
-    const std::uint64_t inside = offset - r.layer_offset;
-    if (length > r.extent_bytes - inside) return false;
-    *out = MemorySpan{r.address + inside, length, r.kind, r.device};
-    return true;
-  }
-  return false;
-}
-
-bool MemoryRegistry::has_device(std::uint16_t layer) const {
-  const auto all = regions(layer);
-  return std::any_of(all.begin(), all.end(),
-                     [](const MemoryRegion& r) { return r.kind == MemoryKind::kDevice; });
 }
 
 std::span<const MemoryRegion> MemoryRegistry::regions(std::uint16_t layer) const {
   if (layer >= layers_.size()) return {};
   return layers_[layer];
+}
+
+MemoryRegistry registry_of(const RankCache& cache) {
+  MemoryRegistry registry;
+  const Layout& layout = cache.layout();
+  for (const LayerEntry& entry : layout.layers) {
+    if (!cache.has_layer(entry.layer)) continue;
+    std::uint64_t offset = 0;
+    cache.resolve(entry.layer, 0, layout.pattern_of(entry).total_bytes(),
+                  [&](std::uint8_t* data, std::uint64_t bytes) {
+                    MemoryRegion region;
+                    region.layer_offset = offset;
+                    region.extent_bytes = bytes;
+                    region.address = reinterpret_cast<std::uint64_t>(data);
+                    if (cache.cuda_device()) {
+                      region.kind = MemoryKind::kDevice;
+                      region.device = *cache.cuda_device();
+                    }
+                    registry.add(entry.layer, region);
+                    offset += bytes;
+                  });
+  }
+  return registry;
 }
 
 }  // namespace kvt

@@ -1,9 +1,9 @@
 // The frames of a data connection, after GO: encoding and checked decoding, no I/O.
 //
-// Every frame is `head u32 | length u32 | body`, little-endian; the head's bytes spell its name. The
-// bytes of a chunk follow their DESC frame raw (tcp) and are not part of its length. Integers have
-// fixed places, so a dump can be read with this file beside it; docs/kvt/protocol.md shows each
-// frame in hex. Decoders check every length, count and range and say what was wrong.
+// Every frame is `head u32 | length u32 | body`, little-endian; the head's bytes spell its name.
+// The bytes of a chunk follow their DESC frame raw (tcp) and are not part of its length. Integers
+// have fixed places, so a dump can be read with this file beside it; docs/kvt/protocol.md shows
+// each frame in hex. Decoders check every length, count and range and say what was wrong.
 #pragma once
 
 #include <array>
@@ -27,11 +27,11 @@ inline constexpr std::uint16_t kDataVersion = 1;
 
 // Limits, all checked on receipt.
 inline constexpr std::size_t kFrameHeadBytes = 8;
-inline constexpr std::uint32_t kMaxBlocksPerFrame = 8192;         // 240 KiB of descriptors
-inline constexpr std::uint64_t kMaxPayloadBytes = 1ull << 36;     // of one DESC frame
-inline constexpr std::uint32_t kMaxHelloBytes = 4u << 20;         // layouts and memory tables
-inline constexpr std::uint32_t kMaxRegions = 1u << 16;            // in a cma memory table
-inline constexpr std::uint32_t kMaxDetailBytes = 1024;            // sentences for humans
+inline constexpr std::uint32_t kMaxBlocksPerFrame = 8192;      // 240 KiB of descriptors
+inline constexpr std::uint64_t kMaxPayloadBytes = 1ull << 36;  // of one DESC frame
+inline constexpr std::uint32_t kMaxHelloBytes = 4u << 20;      // layouts and memory tables
+inline constexpr std::uint32_t kMaxRegions = 1u << 16;         // in a cma memory table
+inline constexpr std::uint32_t kMaxDetailBytes = 1024;         // sentences for humans
 inline constexpr std::size_t kNonceBytes = 32;
 
 inline constexpr std::uint32_t kHello = head("KHEL");     // sender → receiver, first
@@ -90,6 +90,7 @@ struct Open {
   std::uint32_t flags = 0;
   TransferKey key;
   Incarnation sender_incarnation;
+  // The tokens that will come; both 0: the range of the receiver's grant.
   std::uint32_t first_token = 0;
   std::uint32_t end_token = 0;
 };
@@ -106,7 +107,7 @@ struct Chunk {
 
 struct Blocks {
   Chunk chunk;
-  std::uint64_t payload_bytes = 0;  // sum of the lengths; follow the frame on tcp
+  std::uint64_t payload_bytes = 0;   // sum of the lengths; follow the frame on tcp
   std::span<const IpcBlock> blocks;  // into the frame's body
 };
 
@@ -115,7 +116,7 @@ struct ChunkEnd {
   std::uint32_t crc32c = 0;  // over the chunk's bytes in the order of its descriptors; 0 if unused
 };
 
-struct Result {  // DONE, CANC, FAIL
+struct Result {                // DONE, CANC, FAIL
   std::uint32_t transfer = 0;  // 0 in FAIL
   Code code = Code::kOk;
   std::uint32_t tokens = 0;

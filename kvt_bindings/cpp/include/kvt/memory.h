@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -42,24 +44,49 @@ struct MemorySpan {
 class MemoryRegistry {
  public:
   // Adds one tensor of a layer. Throws Error(BAD_REQUEST) for an empty, wrapping or overlapping
-  // region, naming the layer.
+  // region, or one in other memory than those before, naming the layer.
   void add(std::uint16_t layer, const MemoryRegion& region);
 
-  // False, and `out` unchanged, unless [offset, offset + length) lies inside one tensor of the
-  // layer and length > 0.
-  bool translate(std::uint16_t layer, std::uint64_t offset, std::uint64_t length,
-                 MemorySpan* out) const;
+  // Calls visit(const MemorySpan&) for each piece of [offset, offset + length), in order: a run may
+  // cross from one tensor into the next. False if any of it is outside or length is 0; what was
+  // visited before that is then not to be used.
+  template <class Visit>
+  bool visit(std::uint16_t layer, std::uint64_t offset, std::uint64_t length, Visit&& visit) const;
 
-  // True if any tensor of the layer is device memory.
-  bool has_device(std::uint16_t layer) const;
+  // The device that all of it is on; none: host memory. Mixed memory is refused by add().
+  std::optional<int> device() const { return device_; }
   std::span<const MemoryRegion> regions(std::uint16_t layer) const;  // by layer_offset
   std::size_t num_layers() const { return num_layers_; }             // registered ones
+  std::size_t layer_limit() const { return layers_.size(); }         // above the highest number
   std::uint64_t total_bytes() const { return total_bytes_; }
 
  private:
   std::vector<std::vector<MemoryRegion>> layers_;  // index: global layer number
   std::size_t num_layers_ = 0;
   std::uint64_t total_bytes_ = 0;
+  std::optional<int> device_;
 };
+
+template <class Visit>
+bool MemoryRegistry::visit(std::uint16_t layer, std::uint64_t offset, std::uint64_t length,
+                           Visit&& visit) const {
+  if (layer >= layers_.size() || length == 0) return false;
+  for (const MemoryRegion& r : layers_[layer]) {  // one to three tensors: a scan beats a search
+    if (offset < r.layer_offset) return false;    // a hole before this tensor
+    const std::uint64_t inside = offset - r.layer_offset;
+    if (inside >= r.extent_bytes) continue;
+    const std::uint64_t n = length < r.extent_bytes - inside ? length : r.extent_bytes - inside;
+    visit(MemorySpan{r.address + inside, n, r.kind, r.device});
+    offset += n;
+    length -= n;
+    if (length == 0) return true;
+  }
+  return false;
+}
+
+class RankCache;
+
+// The memory of a rank's cache, layer by layer as its layout lists the tensors.
+MemoryRegistry registry_of(const RankCache& cache);
 
 }  // namespace kvt

@@ -29,7 +29,8 @@ struct TransferOpen {
   TransferKey key;
   // Of the scheduler (not the worker) that ordered the send: the receiver's grant names it.
   Incarnation sender_incarnation;
-  // The tokens that this rank will send in all, [first_token, end_token) of the request.
+  // The tokens that this rank will send in all, [first_token, end_token) of the request; both 0 if
+  // that is not known yet: then the receiver's grant alone says when the transfer is complete.
   std::uint32_t first_token = 0;
   std::uint32_t end_token = 0;
   // A CRC32C travels with each chunk: of what the sender's memory held, against what was placed.

@@ -1,0 +1,191 @@
+"""Native part of kvt_bindings; import kvt_bindings instead."""
+
+from collections.abc import Sequence
+
+
+class KvtError(RuntimeError):
+    """
+    A call into kvt that failed; `code` is one of the stable outcome codes.
+    """
+
+    code: int = 14
+
+IPC_BLOCK_BYTES: int = 30
+
+def code_name(code: int) -> str:
+    """The name of an outcome code; what names none is INTERNAL."""
+
+class View:
+    """What some bytes of a layer mean, by named dimensions."""
+
+    def __init__(self, *, name: str, dtype: str, item_bytes: int, kv: tuple[int, int] = (1, 0), block: tuple[int, int] = (1, 0), token: tuple[int, int] = (1, 0), head: tuple[int, int] = (1, 0), dim: tuple[int, int] = (1, 0), heads_total: int = 1, tensor: int = 0, offset: int = 0, kv_begin: int = 0, granularity: str = 'tokens', cell: str = '') -> None:
+        """Axes are (size, stride in bytes); an absent dimension is (1, 0)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def cell(self) -> str: ...
+
+    @property
+    def item_bytes(self) -> int: ...
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def kv_begin(self) -> int: ...
+
+    @property
+    def heads_total(self) -> int: ...
+
+    @property
+    def granularity(self) -> str: ...
+
+    @property
+    def kv(self) -> tuple[int, int]: ...
+
+    @property
+    def block(self) -> tuple[int, int]: ...
+
+    @property
+    def token(self) -> tuple[int, int]: ...
+
+    @property
+    def head(self) -> tuple[int, int]: ...
+
+    @property
+    def dim(self) -> tuple[int, int]: ...
+
+class Layout:
+    """How the cache of one instance lies in memory; immutable."""
+
+    def __init__(self, *, model: str, groups: Sequence[int], patterns: Sequence[tuple[Sequence[int], Sequence[View]]], layers: Sequence[tuple[int, int, int, int]], tp_size: int = 1, pp_size: int = 1, scales: str = '') -> None:
+        """
+        groups: tokens per block of each; patterns: (tensor bytes, views); layers: (layer, group, pattern, stage), ascending. Raises KvtError(BAD_REQUEST) naming the field.
+        """
+
+    @staticmethod
+    def parse(data: bytes) -> Layout:
+        """
+        From a peer's bytes: bounded and validated. Raises KvtError(BAD_REQUEST).
+        """
+
+    def serialize(self) -> bytes:
+        """Canonical bytes: equal layouts, equal bytes."""
+
+    @staticmethod
+    def merge_stages(stages: Sequence[Layout]) -> Layout:
+        """
+        One layout of those of the pipeline stages. Raises KvtError(INCOMPATIBLE).
+        """
+
+    @property
+    def fingerprint(self) -> int: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def scales(self) -> str: ...
+
+    @property
+    def tp_size(self) -> int: ...
+
+    @property
+    def pp_size(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> list[int]: ...
+
+    @property
+    def layers(self) -> list[tuple[int, int, int, int]]: ...
+
+    @property
+    def patterns(self) -> list[tuple[list[int], list[View]]]: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+def incompatibilities(source: Layout, target: Layout) -> list[str]:
+    """Every reason why they do not fit, each naming both values."""
+
+def check_compatible(source: Layout, target: Layout) -> None:
+    """Raises KvtError(INCOMPATIBLE) with all reasons."""
+
+NO_BLOCK: int = 4294967295
+
+class PlanPart:
+    """The same runs for each of some layers."""
+
+    @property
+    def layers(self) -> list[int]: ...
+
+    @property
+    def bytes_per_layer(self) -> int: ...
+
+    @property
+    def num_runs(self) -> int: ...
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(src_offset, dst_offset, length) of each"""
+
+    def runs_bytes(self) -> bytes:
+        """The same as native-endian u64 triples."""
+
+class PairPlanner:
+    """Plans from one layout to another. Any thread."""
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        """Raises KvtError(INCOMPATIBLE)."""
+
+    def sources_of(self, target_rank: int) -> list[int]: ...
+
+    def targets_of(self, source_rank: int) -> list[int]: ...
+
+    def plan(self, source_rank: int, target_rank: int, source_blocks: Sequence[Sequence[int]], target_blocks: Sequence[Sequence[int]], first_token: int, end_token: int, last: bool) -> list[PlanPart]:
+        """What moves for tokens [first, end)."""
+
+    def expected(self, source_rank: int, target_rank: int, target_blocks: Sequence[Sequence[int]], first_token: int, end_token: int) -> list[PlanPart]:
+        """Where a whole transfer from one source rank lands; src_offset is 0."""
+
+class RankCache:
+    """Where one rank's layers lie in this process."""
+
+    def __init__(self, layout: Layout, rank: int, memory: Sequence[tuple[int, Sequence[tuple[int, int]]]], cuda_device: int | None = None) -> None:
+        """
+        memory: (layer, [(address, bytes) of each tensor]); the caller keeps it alive.
+        """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def cuda_device(self) -> int | None: ...
+
+    def resolve(self, layer: int, offset: int, length: int) -> list[tuple[int, int]]:
+        """(address, bytes) of each piece."""
+
+def dlpack_info(array: object) -> tuple[int, list[int], list[int], int, int, int, int]:
+    """
+    (address, shape, strides in elements, bits, dtype code, device type, device id) of anything that speaks DLPack.
+    """
+
+def crc32c(data: bytes, seed: int = 0) -> int:
+    """CRC32C of bytes."""

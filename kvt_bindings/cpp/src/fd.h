@@ -1,0 +1,69 @@
+// Owned descriptors and the wake-up of a thread that sits in poll().
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "kvt/code.h"
+
+namespace kvt {
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    if (this != &other) reset(std::exchange(other.fd_, -1));
+    return *this;
+  }
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset(int fd = -1) {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = fd;
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+// One eventfd. notify(): any thread, costs a system call only if nobody has notified since the
+// owner last looked. The owner polls fd() for reading and calls acknowledge() before it looks at
+// what it was woken for.
+class WakeUp {
+ public:
+  WakeUp() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    if (!fd_) throw Error(Code::kInternal, std::string("eventfd: ") + std::strerror(errno));
+  }
+  int fd() const { return fd_.get(); }
+
+  void notify() {
+    if (pending_.exchange(true)) return;
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto n = write(fd_.get(), &one, sizeof one);
+  }
+
+  // True if somebody had notified.
+  bool acknowledge() {
+    if (!pending_.load()) return false;
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto n = read(fd_.get(), &count, sizeof count);
+    return pending_.exchange(false);
+  }
+
+ private:
+  Fd fd_;
+  std::atomic<bool> pending_{false};
+};
+
+}  // namespace kvt
