@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ._deadline import Clock, Watchdog
 from ._errors import ClosedError, ConnectionLostError, PeerProtocolError, RpcError
@@ -62,8 +62,8 @@ class Owner(Protocol):
 class Connection(asyncio.Protocol):
     """See the module. Made for a transport's protocol factory; usable after ``connection_made``.
 
-    ``heads`` and ``max_body_bytes`` of ``decoder`` belong to the owner. ``on_closed`` (given at
-    construction) is called once, when the transport is really gone or has been detached.
+    ``heads`` and ``max_body_bytes`` of ``decoder`` belong to the owner. ``on_made`` is
+    called once the transport is there (after TLS), ``on_closed`` once when it is really gone or detached.
     """
 
     __slots__ = (
@@ -74,6 +74,7 @@ class Connection(asyncio.Protocol):
         "_held",
         "_limits",
         "_on_closed",
+        "_on_made",
         "_owner",
         "_reading_paused",
         "_send_due_s",
@@ -92,18 +93,20 @@ class Connection(asyncio.Protocol):
         self,
         owner: Owner,
         limits: Limits,
-        watchdog: Watchdog,
+        watchdog: Watchdog[Connection],
         clock: Clock,
         *,
         heads: Mapping[int, bool] | None,
         max_body_bytes: int,
-        on_closed: Callable[[Connection], None],
+        on_made: Callable[[Connection], None] | None = None,
+        on_closed: Callable[[Connection], None] | None = None,
     ) -> None:
         self._owner = owner
         self._limits = limits
         self._watchdog = watchdog
         self._clock = clock
-        self._on_closed: Callable[[Connection], None] | None = on_closed
+        self._on_made = on_made
+        self._on_closed = on_closed
         self.decoder = FrameDecoder(max_body_bytes, heads)
         self.peer_name = "?"
         # A caller that does not read its answers gets no further calls served. False for a channel, where
@@ -125,6 +128,10 @@ class Connection(asyncio.Protocol):
         return self._owner
 
     @property
+    def is_held(self) -> bool:
+        return self._held
+
+    @property
     def is_open(self) -> bool:
         """False from the moment ``on_lost`` has been (or is being) called."""
         return self._error is None
@@ -133,6 +140,13 @@ class Connection(asyncio.Protocol):
     def write_buffer_bytes(self) -> int:
         """What the kernel has not taken yet."""
         return 0 if self._error is not None else self.transport.get_write_buffer_size()
+
+    def check_open(self) -> None:
+        """Raises the ``ConnectionLostError`` of a connection that is no longer open."""
+        if self._error is not None:
+            raise ConnectionLostError(
+                message=f"the connection has ended: {self._error}", peer=self.peer_name
+            )
 
     def write_frame(self, head: int, body: bytes) -> None:
         """Send one frame. Never blocks; does nothing on a connection that is no longer open."""
@@ -163,6 +177,12 @@ class Connection(asyncio.Protocol):
         self.wait_due_s = at_s
         self._watchdog.expect(at_s)
 
+    def shut_down(self, error: RpcError) -> None:
+        """This process ends the connection in order: the owner may say goodbye first."""
+        if self._error is None:
+            self._owner.on_shutdown(error)
+            self.close(error)
+
     def close(self, error: RpcError) -> None:
         """Flush what was written (at most ``close_s``), then end. ``on_lost(error)`` comes at once."""
         if self._error is None:
@@ -180,11 +200,12 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.peer_name = _peer_name(transport)
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
+        self.peer_name = _peer_name(self.transport)
         _tune(transport.get_extra_info("socket"))
         self._watchdog.watch(self)
+        if self._on_made is not None:
+            self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
         decoder = self.decoder
@@ -350,6 +371,7 @@ class Connection(asyncio.Protocol):
         duplicate.setblocking(False)
         self._error = ClosedError(message="the socket has been handed over")
         self._watchdog.unwatch(self)
+        self._closed()
         self.transport.abort()  # closes our descriptor; the duplicate keeps the connection alive
         return duplicate
 

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 MIN_TIMER_S = 0.001  # libuv timers have millisecond resolution; an earlier wake-up would spin
 
@@ -105,7 +105,10 @@ class Watched(Protocol):
         ...
 
 
-class Watchdog:
+W = TypeVar("W", bound=Watched)
+
+
+class Watchdog(Generic[W]):
     """One timer for all waits of one owner; event loop's thread only.
 
     Cost: ``expect`` is a comparison unless the new wait is the earliest of all. When the timer fires
@@ -117,18 +120,21 @@ class Watchdog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._watched: set[Watched] = set()
+        self._watched: set[W] = set()
         self._timer: TimerHandle | None = None
         self._armed_at_s = math.inf
 
     def __len__(self) -> int:
         return len(self._watched)
 
-    def watch(self, item: Watched) -> None:
+    def watched(self) -> list[W]:
+        return list(self._watched)
+
+    def watch(self, item: W) -> None:
         self._watched.add(item)
         self.expect(item.due_at_s())
 
-    def unwatch(self, item: Watched) -> None:
+    def unwatch(self, item: W) -> None:
         self._watched.discard(item)
 
     def expect(self, at_s: float) -> None:

@@ -1,76 +1,393 @@
-"""The client: calls with absolute deadlines over pooled connections. (Skeleton: signatures first.)"""
+"""The client: calls with absolute deadlines over per-peer pools of connections."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
-from ._connection import Connection, Owner
-from ._deadline import Clock, Deadline
+from ._client_connection import ClientConnection, Dialer, run_until
+from ._codec import new_pack
+from ._connection import Connection
+from ._deadline import Clock, Deadline, LoopClock, Watchdog
+from ._errors import (
+    BusyError,
+    ClosedError,
+    Code,
+    ConnectionLostError,
+    DeadlineError,
+    IncarnationError,
+    InvalidMessageError,
+    PeerProtocolError,
+    Phase,
+    RemoteError,
+    RpcError,
+)
+from ._frames import OKAY
 from ._limits import Limits
+from ._pool import PeerPool, Pools, Todo
+from .auth import Secret
+from .dedicated import AuthenticatedConnection
+from .hello import PROTOCOL_VERSIONS
 from .identity import Address, Identity
-from .metrics import Metrics
+from .methods import Method, unpack_fail
+from .metrics import Counters, Metrics
 
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
+_Waiter = asyncio.Future["ClientConnection | None"]  # None: there is room, open one yourself
+_PeerPool = PeerPool[ClientConnection, _Waiter]
 
-class AuthenticatedConnection:
-    """A dedicated connection after HELLO (and AUTH): not pooled, owned by the caller."""
-
-    peer: Identity
-    own: Identity
-    address: Address
-
-    async def request(
-        self, head: int, fields: Sequence[Any], *, deadline: Deadline, hold: bool = False
-    ) -> list[Any]:
-        """One call, by head and positional fields; the OKAY body's fields. FAIL raises ``RemoteError``.
-        With ``hold``, frames after the answer are kept back until ``take_over`` and ``release``."""
-        raise NotImplementedError
-
-    def take_over(self, owner: Owner, heads: Mapping[int, bool]) -> Connection:
-        """From now on ``owner`` gets the frames (after ``connection.release()`` if held). Raises the
-        ``ConnectionLostError`` if the connection was lost meanwhile. This object is then spent."""
-        raise NotImplementedError
-
-    def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        raise NotImplementedError
-
-    def detach(self) -> socket.socket:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
+MAX_TIMEOUT_S = 86_400.0  # what "never" means on the wire; the server's own bound is far lower
 
 
 class Client:
+    """Calls methods of servers. One event loop, whose thread makes all calls; any number of peers.
+
+    Connections are opened when needed, kept for reuse and bounded per peer and in the number of peers
+    (see ``Limits``). Peers are independent: one that does not answer costs only its own callers. A
+    client with a secret talks only to servers that prove that they know it.
+    """
+
     def __init__(
         self,
         identity: Identity,
         *,
-        secret: Any = None,
+        secret: Secret | None = None,
         limits: Limits | None = None,
         ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
         metrics: Metrics | None = None,
         clock: Clock | None = None,
-    ) -> None: ...
+        versions: tuple[int, int] = PROTOCOL_VERSIONS,
+    ) -> None:
+        self.identity = identity
+        self.limits = limits or Limits()
+        self.metrics: Metrics = metrics if metrics is not None else Counters()
+        self._clock = clock or LoopClock()
+        self._watchdog: Watchdog[Connection] = Watchdog(self._clock)
+        self._dialer = Dialer(
+            identity,
+            secret,
+            self.limits,
+            ssl_context,
+            server_hostname,
+            self._watchdog,
+            self._clock,
+            versions,
+        )
+        self._pools: Pools[Address, ClientConnection, _Waiter] = Pools(
+            self.limits.max_peers, self.limits.max_connections_per_peer
+        )
+        self._dedicated: set[ClientConnection] = set()
+        self._pack = new_pack()
+        self._is_closed = False
+        self._num_calls = 0
+        self._all_done: asyncio.Future[None] | None = None
 
     async def call(
         self,
         address: Address | str,
-        method: Any,
-        request: Any,
+        method: Method[Req, Resp],
+        request: Req,
         *,
         deadline: Deadline,
         expect_incarnation: bytes | None = None,
-    ) -> Any: ...
+    ) -> Resp:
+        """Call ``method`` at ``address`` and return its response.
+
+        ``deadline`` bounds everything; what remains of it travels to the server. With
+        ``expect_incarnation`` nothing is sent to another incarnation (``IncarnationError``).
+
+        A call is repeated, once, only if all of this holds: the method is idempotent, the connection came
+        from the pool, it ended before any byte of an answer, and a new connection reaches the same
+        incarnation. Anything else could execute a call twice.
+
+        Raises ``RpcError``; its class says whose fault it is and ``phase`` how far the call came. After any
+        failure, cancellation included, the pool is healthy: a connection that may still carry an answer has
+        been closed. Cancelling does not stop the handler at the server; its deadline does.
+        """
+        start_s = self._clock.now()
+        code = Code.ABORTED
+        self._num_calls += 1
+        try:
+            self._check_open()
+            if deadline.at_s <= start_s:
+                raise DeadlineError(message="deadline passed", phase=Phase.POOL, peer=str(address))
+            if isinstance(address, str):
+                address = Address.parse(address)
+            pool = self._pools.find(address) or self._add_pool(address)
+            connection = pool.take_idle()
+            is_reused = connection is not None
+            if connection is None:
+                connection = await self._obtain(pool, address, deadline)
+            if expect_incarnation is not None and connection.peer.incarnation != expect_incarnation:
+                connection = await self._expected(
+                    pool, connection, deadline, expect_incarnation, is_reused
+                )
+            try:
+                head, body = await self._exchange(pool, connection, method, request, deadline)
+            except ConnectionLostError:
+                if not (is_reused and method.idempotent and connection.is_unanswered):
+                    raise
+                connection = await self._reopen(pool, connection, deadline)
+                self.metrics.count("client.retries")
+                head, body = await self._exchange(pool, connection, method, request, deadline)
+            response = _response(method, head, body, connection)
+            code = Code.OK
+            return response
+        except RpcError as error:
+            code = error.code
+            raise
+        finally:
+            self.metrics.call("client", method.name, code, self._clock.now() - start_s)
+            self._num_calls -= 1
+            if self._all_done is not None and not self._num_calls and not self._all_done.done():
+                self._all_done.set_result(None)
 
     async def connect(
         self, address: Address | str, deadline: Deadline, *, expect_incarnation: bytes | None = None
     ) -> AuthenticatedConnection:
-        raise NotImplementedError
+        """A connection of the caller's own, after HELLO and the proofs: for a channel, a raw method or a
+        hand-over. Not pooled and not counted against the peer's pool. ``close`` of the client closes it
+        unless it has been detached. Raises as ``call`` does."""
+        self._check_open()
+        connection = ClientConnection(self._dialer, Address.parse(address))
+        await connection.open(deadline.at_s)
+        if expect_incarnation not in (None, connection.peer.incarnation):
+            connection.close("another incarnation was expected")
+            raise _incarnation_error(connection, expect_incarnation or b"")
+        try:
+            self._check_open()
+        except ClosedError:
+            connection.close("the client is closed")
+            raise
+        self._dedicated.add(connection)
+        connection.on_gone = self._dedicated.discard
+        return AuthenticatedConnection(connection, self.identity, self._pack, self._dedicated)
 
-    async def drain(self, deadline: Deadline) -> None: ...
+    async def drain(self, deadline: Deadline) -> None:
+        """Refuse new calls, wait for those in progress until ``deadline``, then close."""
+        self._is_closed = True
+        if self._num_calls:
+            self._all_done = asyncio.get_running_loop().create_future()
+            try:
+                await run_until(_wait_for(self._all_done), deadline.at_s, self._clock)
+            except TimeoutError:
+                self.metrics.count("client.drain_expired")
+        await self.close()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End everything now: calls in progress fail with ``ClosedError``. May be called twice."""
+        self._is_closed = True
+        error = ClosedError(message="the client is closed")
+        for _, pool in self._pools.items():  # noqa: PERF102 (not a dict)
+            while pool.waiters:
+                waiter = pool.waiters.popleft()
+                if not waiter.done():
+                    waiter.set_exception(error)
+        for item in self._watchdog.watched():
+            item.shut_down(error)
+        self._pools.clear()
+        # Transports tell of their end in the loop's next iterations; nothing here waits for the network.
+        await asyncio.sleep(0)
+        if not len(self._watchdog):
+            self._watchdog.close()
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """For each peer with a pool, by address: connections ``idle``, ``busy``, ``opening``, and calls
+        ``waiting`` for one."""
+        return {
+            str(address): {
+                "idle": len(pool.idle),
+                "busy": pool.num_busy,
+                "opening": pool.num_opening,
+                "waiting": len(pool.waiters),
+            }
+            for address, pool in self._pools.items()
+        }
+
+    # Inside
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(message="the client is closed")
+
+    async def _exchange(
+        self,
+        pool: _PeerPool,
+        connection: ClientConnection,
+        method: Method[Req, Resp],
+        request: Req,
+        deadline: Deadline,
+    ) -> tuple[int, bytes]:
+        """One try on one busy connection, which is back in the pool, or gone, afterwards."""
+        try:
+            left_s = deadline.at_s - self._clock.now()
+            timeout_ms = int(min(left_s, MAX_TIMEOUT_S) * 1000.0) if left_s > 0 else 0
+            packed = method.pack_request(self._pack, timeout_ms, request)
+            if len(packed) > self.limits.max_body_bytes:
+                raise InvalidMessageError(
+                    message=f"{method.name}: request of {len(packed)} bytes, at most "
+                    f"{self.limits.max_body_bytes} allowed"
+                )
+            return await connection.exchange(method.head, packed, deadline.at_s)
+        finally:
+            if connection.is_open:
+                self._release(pool, connection)
+
+    def _release(self, pool: _PeerPool, connection: ClientConnection) -> None:
+        if self._is_closed:
+            connection.close("the client is closed")
+            return
+        waiter = pool.release(connection)
+        if waiter is not None:
+            waiter.set_result(connection)
+        else:
+            connection.connection.wait_until(self._clock.now() + self.limits.pool_idle_s)
+
+    def _add_pool(self, address: Address) -> _PeerPool:
+        added = self._pools.add(address)
+        if added is None:
+            raise BusyError(
+                message=f"{self.limits.max_peers} peers have calls in progress", phase=Phase.POOL
+            )
+        pool, evicted = added
+        for connection in list(evicted):
+            connection.close("its peer was the least recently used")
+        return pool
+
+    async def _obtain(
+        self, pool: _PeerPool, address: Address, deadline: Deadline
+    ) -> ClientConnection:
+        """A busy connection, opened or waited for."""
+        if pool.without_idle() is Todo.WAIT:
+            connection = await self._wait_for_connection(pool, address, deadline)
+            if connection is not None:
+                return connection
+        return await self._open(pool, address, deadline)
+
+    async def _open(
+        self, pool: _PeerPool, address: Address, deadline: Deadline
+    ) -> ClientConnection:
+        """Open a connection that the pool already counts as opening."""
+        connection = ClientConnection(self._dialer, address)
+        try:
+            await connection.open(deadline.at_s)
+        except BaseException:
+            _wake(pool.open_failed())
+            raise
+        connection.pool = pool
+        connection.on_gone = self._gone
+        pool.opened()
+        try:
+            self._check_open()
+        except ClosedError:
+            connection.close("the client is closed")
+            raise
+        return connection
+
+    async def _wait_for_connection(
+        self, pool: _PeerPool, address: Address, deadline: Deadline
+    ) -> ClientConnection | None:
+        waiter: _Waiter = asyncio.get_running_loop().create_future()
+        pool.waiters.append(waiter)
+
+        def expire() -> None:
+            if not waiter.done():
+                busy = f"all {pool.max_connections} connections are busy"
+                waiter.set_exception(
+                    DeadlineError(
+                        message=f"deadline passed: {busy}", phase=Phase.POOL, peer=str(address)
+                    )
+                )
+
+        timer = self._clock.call_later(max(0.0, deadline.at_s - self._clock.now()), expire)
+        try:
+            return await waiter
+        except BaseException:
+            pool.give_up(waiter)
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                # Cancelled in the very moment in which it was served: what it got goes to the next.
+                given = waiter.result()
+                if given is None:
+                    _wake(pool.open_failed())
+                elif given.is_open:
+                    self._release(pool, given)
+            raise
+        finally:
+            timer.cancel()
+
+    def _gone(self, connection: ClientConnection) -> None:
+        _wake(connection.pool.lost(connection))
+
+    async def _expected(
+        self,
+        pool: _PeerPool,
+        connection: ClientConnection,
+        deadline: Deadline,
+        incarnation: bytes,
+        is_reused: bool,
+    ) -> ClientConnection:
+        """A connection to ``incarnation`` in place of one to another. The pooled one may be of the process
+        that lived here before: then everything idle to it goes, and a new connection decides."""
+        if is_reused:
+            old = connection.peer.incarnation
+            connection.close("another incarnation was expected")
+            for idle in [idle for idle in pool.idle if idle.peer.incarnation == old]:
+                idle.close("another incarnation was expected")
+            connection = await self._obtain(pool, connection.address, deadline)
+            if connection.peer.incarnation == incarnation:
+                return connection
+        self._release(pool, connection)
+        raise _incarnation_error(connection, incarnation)
+
+    async def _reopen(
+        self, pool: _PeerPool, stale: ClientConnection, deadline: Deadline
+    ) -> ClientConnection:
+        """A connection to the same incarnation as the stale one."""
+        connection = await self._obtain(pool, stale.address, deadline)
+        if connection.peer.incarnation != stale.peer.incarnation:
+            self._release(pool, connection)
+            raise _incarnation_error(connection, stale.peer.incarnation)
+        return connection
+
+
+def _wake(waiter: _Waiter | None) -> None:
+    """There is room for one more connection, already counted as opening for this waiter."""
+    if waiter is not None:
+        waiter.set_result(None)
+
+
+async def _wait_for(future: asyncio.Future[None]) -> None:
+    await future
+
+
+def _incarnation_error(connection: ClientConnection, expected: bytes) -> IncarnationError:
+    got = connection.peer.incarnation
+    return IncarnationError(
+        message=f"expected incarnation {expected.hex()[:8]}, found {got.hex()[:8]}",
+        details={"expected": expected, "got": got},
+        phase=Phase.HELLO,
+        peer=str(connection.address),
+    )
+
+
+def _response(
+    method: Method[Req, Resp], head: int, body: bytes, connection: ClientConnection
+) -> Resp:
+    try:
+        if head == OKAY:
+            return method.unpack_response(body)
+        code, message, details = unpack_fail(body)
+    except InvalidMessageError as error:
+        raise PeerProtocolError(
+            message=f"answer to {method.name}: {error.message}",
+            details={"reason": "bad_answer"},
+            phase=Phase.ANSWER,
+            peer=str(connection.address),
+        ) from None
+    raise RemoteError(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
+
+
+__all__ = ["AuthenticatedConnection", "Client"]

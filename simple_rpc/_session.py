@@ -1,0 +1,398 @@
+"""The accepting end of one connection: handshake, then calls one at a time, then the end.
+
+Nothing reaches a handler before the handshake is complete. A frame is dispatched by a plain call from the
+transport's callback; a coroutine handler gets a task of its own, a plain function is answered on the
+spot. While a task runs the connection is held, so calls on one connection are strictly in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ._connection import Connection
+from ._deadline import Deadline
+from ._entries import CallContext, Entry, RawEntry, TypedEntry
+from ._errors import (
+    BusyError,
+    ClosedError,
+    Code,
+    InvalidMessageError,
+    PeerProtocolError,
+    RpcError,
+)
+from ._frames import FAIL, LINK, OKAY
+from ._streams import close_streams, open_streams
+from .handoff import DetachedSocket
+from .hello import ServerHandshake
+from .identity import Identity
+from .methods import pack_fail, unpack_call
+
+if TYPE_CHECKING:
+    import socket
+
+    from .server import Server
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """An ``Owner``. Made for each accepted connection; counted by the server until it is closed."""
+
+    __slots__ = (
+        "_call_start_s",
+        "_cancel_error",
+        "_entry",
+        "_handshake",
+        "_is_detached",
+        "_is_draining",
+        "_is_refused",
+        "_server",
+        "connection",
+        "peer",
+        "task",
+    )
+
+    peer: Identity | None
+    connection: Connection
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._handshake: ServerHandshake | None = ServerHandshake(
+            server.identity, server.secret, server.versions
+        )
+        self.peer = None
+        self.task: asyncio.Task[None] | None = None
+        self._entry: Entry | None = None
+        self._cancel_error: RpcError | None = None
+        self._call_start_s = 0.0
+        self._is_detached = False
+        self._is_draining = False
+        self._is_refused = False
+
+    @property
+    def is_handshaking(self) -> bool:
+        return self._handshake is not None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.task is not None
+
+    def make_protocol(self) -> Connection:
+        server = self._server
+        handshake = self._handshake
+        assert handshake is not None
+        return Connection(
+            self,
+            server.limits,
+            server.watchdog,
+            server.clock,
+            heads=handshake.heads,
+            max_body_bytes=server.limits.max_handshake_body_bytes,
+            on_made=self._made,
+            on_closed=self._closed,
+        )
+
+    def _made(self, connection: Connection) -> None:
+        self.connection = connection
+        connection.answer_before_reading = True
+        server = self._server
+        refusal = server.admit(self)
+        if refusal is not None:
+            self._is_refused = True
+            self._refuse(refusal)
+            return
+        connection.wait_until(server.clock.now() + server.limits.handshake_s)
+
+    def _closed(self, connection: Connection) -> None:
+        self._server.forget(self)
+
+    # Owner
+
+    def on_frame(self, head: int, body: bytes | None) -> None:
+        if self._handshake is not None:
+            self._shake(self._handshake, head, body or b"")
+        elif head == LINK:
+            self._open_channel(body or b"")
+        else:
+            entry = self._server.entries[head]
+            if body is None:
+                self._call_raw(entry)
+            else:
+                assert isinstance(entry, TypedEntry)
+                self._call_typed(entry, body)
+
+    def on_violation(self, error: PeerProtocolError) -> None:
+        self._refuse(error)
+
+    def on_lost(self, error: RpcError) -> None:
+        """A handler that is running is left to finish (its effects should not be cut in half because of a
+        network), within its deadline; its answer is dropped."""
+        server = self._server
+        if self._handshake is not None and not self._is_refused:
+            self._is_refused = True
+            server.metrics.count("server.handshake_lost")
+        elif isinstance(error, PeerProtocolError) and not self._is_refused:
+            server.note_closed(self, error)  # not reading, too slow: nothing could be answered
+
+    def on_wait_over(self) -> None:
+        limits = self._server.limits
+        if self._handshake is not None:
+            self._refuse(
+                PeerProtocolError(
+                    Code.TIMEOUT,
+                    f"no handshake within {limits.handshake_s} s",
+                    {"reason": "handshake_too_slow"},
+                )
+            )
+        elif self.task is not None:
+            self._cancel_error = RpcError(
+                Code.TIMEOUT, "the caller's deadline passed in the handler"
+            )
+            self.task.cancel()
+        else:
+            self._server.metrics.count("server.closed.idle")
+            self.connection.close(ClosedError(message=f"no call for {limits.idle_s} s"))
+
+    def on_shutdown(self, error: RpcError) -> None:
+        if self.task is not None:
+            self._cancel_error = error
+            self.task.cancel()
+
+    def drain(self) -> None:
+        """Close now, or after the call in progress."""
+        self._is_draining = True
+        if self.task is None:
+            self.connection.close(ClosedError(message="the server is draining"))
+
+    # Handshake
+
+    def _shake(self, handshake: ServerHandshake, head: int, body: bytes) -> None:
+        connection = self.connection
+        try:
+            answer = handshake.receive(head, body)
+            if connection.decoder.buffered_bytes:
+                raise PeerProtocolError(
+                    Code.BAD_REQUEST, "bytes before the handshake was over", {"reason": "pipelined"}
+                )
+        except RpcError as error:
+            self._refuse(error)
+            return
+        if handshake.peer is not None:
+            server = self._server
+            self._handshake = None
+            self.peer = handshake.peer
+            server.established(self)
+            connection.decoder.heads = server.heads
+            connection.decoder.max_body_bytes = server.limits.max_body_bytes
+            connection.wait_until(server.clock.now() + server.limits.idle_s)
+        else:
+            connection.decoder.heads = handshake.heads
+        connection.transport.write(answer)
+
+    def _refuse(self, error: RpcError) -> None:
+        """Tell the peer why, count and log it, and end the connection."""
+        self._server.note_closed(self, error)
+        self._is_refused = True
+        self.connection.write_frame(FAIL, pack_fail(self._server.pack, error))
+        self.connection.close(error)
+
+    # Calls
+
+    def _call_typed(self, entry: TypedEntry, body: bytes) -> None:
+        server = self._server
+        now_s = self._call_start_s = server.clock.now()
+        peer = self.peer
+        assert peer is not None
+        try:
+            timeout_ms, request = entry.method.unpack_request(body)
+            # The caller's remaining time, counted from now: clocks of two machines are never compared.
+            deadline = Deadline(now_s + min(timeout_ms / 1000.0, server.limits.max_call_s))
+            server.begin_call(peer)
+        except RpcError as error:
+            self._fail(entry, error)
+            return
+        self._entry = entry
+        context = CallContext(self, peer, deadline)
+        if entry.is_coroutine:
+            connection = self.connection
+            connection.hold()
+            connection.wait_until(deadline.at_s)
+            self.task = server.loop.create_task(self._run(entry, request, context))
+            return
+        try:
+            response = entry.handler(request, context)
+        except Exception as error:
+            self._finish(entry, None, self._as_rpc_error(entry, error))
+        else:
+            self._finish(entry, response, None)
+
+    async def _run(self, entry: TypedEntry, request: Any, context: CallContext) -> None:
+        response, failure = None, None
+        try:
+            response = await entry.handler(request, context)
+        except asyncio.CancelledError:
+            # Ours (the deadline, a shutdown), or the handler's own doing: the caller gets an answer anyway.
+            failure = self._cancel_error or RpcError(Code.ABORTED, "the handler was cancelled")
+        except Exception as error:
+            failure = self._as_rpc_error(entry, error)
+        except BaseException:
+            self.connection.abort(ClosedError(message="the server's process is ending"))
+            raise
+        self.task = None
+        self._cancel_error = None
+        self._finish(entry, response, failure)
+
+    def _as_rpc_error(self, entry: TypedEntry, error: Exception) -> RpcError:
+        if isinstance(error, RpcError):
+            return error
+        log.error("handler of %s raised", entry.name, exc_info=error)
+        # The type helps the caller's log; the text might hold anything and stays here.
+        return RpcError(Code.INTERNAL, f"the handler of {entry.name} raised {type(error).__name__}")
+
+    def _finish(self, entry: TypedEntry, response: Any, failure: RpcError | None) -> None:
+        """The call has an outcome: answer it, and be ready for the next."""
+        server = self._server
+        assert self.peer is not None
+        server.end_call(self.peer)
+        self._entry = None
+        if self._is_detached:
+            server.metrics.call("server", entry.name, Code.OK, self._elapsed_s())
+            return
+        if failure is not None:
+            self._fail(entry, failure)
+        else:
+            try:
+                body = entry.method.pack_response(server.pack, response)
+                if len(body) > server.limits.max_body_bytes:
+                    raise InvalidMessageError(
+                        message=f"a response of {len(body)} bytes is too large"
+                    )
+            except InvalidMessageError as error:
+                log.error("the handler of %s returned what cannot be sent: %s", entry.name, error)
+                self._fail(
+                    entry, RpcError(Code.INTERNAL, f"response of {entry.name}: {error.message}")
+                )
+            else:
+                self.connection.write_frame(OKAY, body)
+                now_s = server.clock.now()
+                server.metrics.call("server", entry.name, Code.OK, now_s - self._call_start_s)
+                self._ready(now_s)
+
+    def _fail(self, entry: Entry, error: RpcError) -> None:
+        server = self._server
+        server.metrics.call("server", entry.name, error.code, self._elapsed_s())
+        self.connection.write_frame(FAIL, pack_fail(server.pack, error))
+        self._ready(server.clock.now())
+
+    def _ready(self, now_s: float) -> None:
+        """Between two calls: idle, unless the next one has been read ahead."""
+        connection = self.connection
+        if self._is_draining:
+            connection.close(ClosedError(message="the server is draining"))
+            return
+        if connection.is_open:
+            connection.wait_until(now_s + self._server.limits.idle_s)
+            if connection.is_held:
+                connection.release()
+
+    def _elapsed_s(self) -> float:
+        return self._server.clock.now() - self._call_start_s
+
+    # Raw methods
+
+    def _call_raw(self, entry: Entry) -> None:
+        assert isinstance(entry, RawEntry)
+        server = self._server
+        now_s = self._call_start_s = server.clock.now()
+        assert self.peer is not None
+        try:
+            server.begin_call(self.peer)
+        except BusyError as error:
+            self._refuse(error)  # what follows the head cannot be skipped
+            return
+        self.connection.hold()
+        self.connection.wait_until(now_s + server.limits.max_call_s)
+        self._entry = entry
+        self.task = server.loop.create_task(self._run_raw(entry))
+
+    async def _run_raw(self, entry: RawEntry) -> None:
+        """Any exception ends the connection: where in its stream it stands is not known."""
+        server, connection = self._server, self.connection
+        reader, writer = open_streams(connection)
+        code, message = Code.OK, ""
+        try:
+            await entry.callback(reader, writer)
+        except asyncio.CancelledError:
+            failure = self._cancel_error or RpcError(Code.ABORTED, "the callback was cancelled")
+            code, message = failure.code, failure.message
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            code, message = Code.PEER_LOST, f"{type(error).__name__}: {error}"
+        except RpcError as error:
+            code, message = error.code, error.message
+        except Exception as error:
+            log.error("callback of %s raised", entry.name, exc_info=error)
+            code, message = Code.INTERNAL, f"the callback of {entry.name} raised"
+        finally:
+            self.task = None
+            self._cancel_error = None
+            self._entry = None
+            assert self.peer is not None
+            server.end_call(self.peer)
+            server.metrics.call("server", entry.name, code, self._elapsed_s())
+        if code is not Code.OK:
+            connection.abort(RpcError(code, message))
+            return
+        close_streams(connection, reader)
+        self._ready(server.clock.now())
+
+    # Channels and hand-overs
+
+    def _open_channel(self, body: bytes) -> None:
+        server, connection = self._server, self.connection
+        self._call_start_s = server.clock.now()
+        assert self.peer is not None
+        connection.hold()
+        try:
+            _, fields = unpack_call(body)
+            if type(fields) is not list or not fields or type(fields[0]) is not str:
+                raise InvalidMessageError(message="LINK: expected [kind, ...]")
+            table = server.channels.get(fields[0])
+            if table is None:
+                raise RpcError(Code.NOT_FOUND, f"no channels of kind {fields[0]!r:.80} here")
+            if self._is_draining:
+                raise ClosedError(message="the server is draining")
+            table.accept(connection, self.peer, fields, clock=server.clock, metrics=server.metrics)
+        except Exception as error:
+            failure = error if isinstance(error, RpcError) else None
+            if failure is None:
+                log.error("accepting a channel raised", exc_info=error)
+                failure = RpcError(Code.INTERNAL, "accepting the channel raised")
+            if connection.owner is self:
+                server.metrics.call("server", "LINK", failure.code, self._elapsed_s())
+                connection.write_frame(FAIL, pack_fail(server.pack, failure))
+                self._ready(server.clock.now())
+            else:
+                connection.close(failure)
+        else:
+            server.metrics.call("server", "LINK", Code.OK, self._elapsed_s())
+
+    def detach(self) -> DetachedSocket:
+        if self._entry is None or self._is_detached:
+            raise ValueError("detach is for a handler, during its call, once")
+        peer = self.peer
+        assert peer is not None
+        duplicate: socket.socket = self.connection.detach()
+        self._is_detached = True
+        return DetachedSocket(duplicate, peer)
+
+    def describe(self) -> str:
+        who = str(self.peer) if self.peer is not None else "a stranger"
+        return f"{who} at {self.connection.peer_name}"
+
+    def __repr__(self) -> str:
+        doing = "handshaking" if self._handshake is not None else "idle"
+        if self._entry is not None:
+            doing = f"in {self._entry.name}"
+        return f"<Session {self.describe()} {doing}>"
