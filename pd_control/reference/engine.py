@@ -16,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pd_control.codes import Code
+from pd_control.engine import DecodeDriver, PrefillDriver, RankReport
 from pd_control.reference.blocks import BlockPool
+from pd_control.reference.control import ControlPort
 from pd_control.reference.sampling import SamplingParams
 from pd_control.reference.scheduler import Scheduler, Sequence, StepPlan
 from pd_control.reference.spec import ModelSpec
@@ -43,6 +46,7 @@ class EngineConfig:
     split_last_token: bool = False
     num_threads: int = 1
     device: str = "cpu"
+    model_identity: str = ""  # what the KV is of; "" takes the model's name and dtype
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,14 @@ class Engine:
             split_last_token=config.split_last_token,
         )
         self._on_output, self._on_fatal = on_output, on_fatal
+        self.control = ControlPort(
+            self.scheduler,
+            config.model_identity or f"{spec.name}:float32",
+            self._tell,
+            self.wake,
+            lambda reason: self._post(lambda: self._fail(reason)),
+        )
+        self._worker_control: Callable[[int], dict[str, Any] | None] = lambda rank: None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
@@ -110,6 +122,18 @@ class Engine:
         self.num_steps = 0
 
     # -- any thread -----------------------------------------------------------------------------
+
+    def attach(
+        self,
+        *,
+        prefill: PrefillDriver | None = None,
+        decode: DecodeDriver | None = None,
+        worker_control: Callable[[int], dict[str, Any] | None] = lambda rank: None,
+    ) -> None:
+        """Give it its drivers, before :meth:`start`. ``worker_control(rank)`` is what the control plane
+        wants to tell that rank's worker process when it starts."""
+        self.control.prefill, self.control.decode = prefill, decode
+        self._worker_control = worker_control
 
     def start(self) -> None:
         """Start the workers, wait until they are ready, start the core thread. Not re-startable.
@@ -127,6 +151,7 @@ class Engine:
                 block_tokens=config.block_tokens,
                 num_threads=config.num_threads,
                 device=config.device,
+                control=self._worker_control(rank),
             )
             for rank in range(config.tp_size)
         ]
@@ -144,7 +169,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request early. Idempotent; unknown ids are ignored."""
-        self._post(lambda: self._finish(request_id, "abort"))
+        self._post(lambda: self._abort(request_id))
 
     def wake(self) -> None:
         """Make the core thread look around; safe between "nothing to do" and sleep."""
@@ -189,6 +214,8 @@ class Engine:
                 self._drain_inbox()
                 if self._stopping:  # only after draining: the wake that tells of it is used up now
                     break
+                self.control.drain()
+                self.control.place()
                 if self._in_flight is None and not self._begin_step():
                     selector.select()
                     continue
@@ -221,16 +248,24 @@ class Engine:
                 raise ValueError("a prompt needs at least one token")
             if not all(0 <= t < self.spec.vocab for t in request.token_ids):
                 raise ValueError(f"token ids must lie in [0, {self.spec.vocab})")
-            self.scheduler.add(
-                Sequence(
-                    request.request_id,
-                    list(request.token_ids),
-                    request.sampling,
-                    salt=request.salt,
-                )
+            sequence = Sequence(
+                request.request_id, list(request.token_ids), request.sampling, salt=request.salt
             )
+            self.control.add(sequence, request.control or {})
         except ValueError as error:
             self._on_output(Output(request.request_id, [], "error", str(error)))
+
+    def _abort(self, request_id: str) -> None:
+        self.control.abort(request_id)
+        self._finish(request_id, "abort")
+
+    def _fail(self, reason: str) -> None:
+        self._dead, self._stopping = reason, True
+
+    def _tell(self, sequence: Sequence, tokens: list[int], reason: str | None, error: str) -> None:
+        self._on_output(
+            Output(sequence.request_id, tokens, reason, error, num_cached=sequence.num_cached)
+        )
 
     def _finish(self, request_id: str, reason: str, error: str = "") -> None:
         if self.scheduler.finish(request_id, reason) is not None:
@@ -238,6 +273,7 @@ class Engine:
 
     def _begin_step(self) -> bool:
         plan = self.scheduler.plan()
+        self.control.tell_blocks_wanted()
         if plan is None:
             return False
         rows = []
@@ -248,7 +284,9 @@ class Engine:
                 (new, part.first_token, s.block_ids, asdict(s.sampling) if part.samples else None)
             )
         assert self._workers is not None
-        self._workers.start_step({"step": plan.step, "rows": rows})
+        self._workers.start_step(
+            {"step": plan.step, "rows": rows, "control": self.control.plan(plan)}
+        )
         self._in_flight = plan
         return True
 
@@ -258,26 +296,24 @@ class Engine:
         if outputs[0]["step"] != plan.step:
             raise RuntimeError(f"step {outputs[0]['step']} was answered, {plan.step} was asked")
         self.num_steps += 1
+        self.control.step_finished(
+            plan.step, [RankReport(r, o["control"], Code.OK) for r, o in enumerate(outputs)]
+        )
         sampling = [s for s in plan.scheduled if s.samples]
         sampled = {
             s.sequence.request_id: token
             for s, token in zip(sampling, outputs[0]["tokens"], strict=True)
         }
         for sequence, token, finished in self.scheduler.commit(plan, sampled):
-            reason = sequence.finish_reason if finished else None
-            self._on_output(
-                Output(sequence.request_id, [token], reason, num_cached=sequence.num_cached)
-            )
+            self._tell(sequence, [token], sequence.finish_reason if finished else None, "")
 
     def _end_all(self) -> None:
         """Nobody is left waiting: what was taken in and what still lies in the inbox is told the end."""
         reason = "error" if self._dead else "abort"
-        self._inbox_to_end()
+        while self._inbox:
+            self._inbox.popleft()()
         for request_id in list(self.scheduler.sequences):
+            self.control.abort(request_id)
             self._finish(request_id, reason, self._dead or "the engine was closed")
         if self._dead:
             self._on_fatal(self._dead)
-
-    def _inbox_to_end(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()

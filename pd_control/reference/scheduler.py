@@ -8,6 +8,7 @@ ones, within a budget of tokens; when blocks run out the youngest running sequen
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +38,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_registered: int = 0
+    num_planned_blocks: int = 0
     finish_reason: str | None = None
     num_preemptions: int = 0
 
@@ -99,6 +101,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: OrderedDict[str, Sequence] = OrderedDict()
         self._step = 0
+        self._in_flight: StepPlan | None = None
+        self._late: list[int] = []  # blocks of ended sequences that the step in flight still writes
+        #: Called before a sequence's references go: what else must know of its end or preemption.
+        self.before_finish: Callable[[Sequence, str], None] = lambda sequence, reason: None
+        self.before_preempt: Callable[[Sequence], None] = lambda sequence: None
 
     # -- entering and leaving -------------------------------------------------------------------
 
@@ -160,8 +167,29 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        self.before_finish(sequence, reason)
+        if self._in_flight is not None and any(
+            part.sequence is sequence for part in self._in_flight.scheduled
+        ):
+            self._late += reversed(sequence.block_ids)
+            sequence.block_ids = []
         self._drop_blocks(sequence)
         return sequence
+
+    def recompute(self, request_id: str) -> None:
+        """A parked sequence whose KV does not come is computed here, in blocks allocated anew."""
+        sequence = self.sequences[request_id]
+        if sequence.status is not Status.PARKED:
+            raise RuntimeError(f"request {request_id!r} is {sequence.status.value}, not parked")
+        self._restart(sequence)
+
+    @property
+    def num_blocks_missing(self) -> int:
+        """How many more free blocks the first waiting sequence needs for its whole prompt."""
+        if not self.waiting or self.waiting[0].block_ids:
+            return 0
+        need = -(-len(self.waiting[0].token_ids) // self.pool.block_tokens)
+        return max(0, need - self.pool.num_free)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -195,13 +223,17 @@ class Scheduler:
             self.running[sequence.request_id] = sequence
             scheduled.append(part)
             budget -= part.num_tokens
-        if not scheduled and not preempted:
+        if not scheduled:
             return None
         self._step += 1
-        return StepPlan(self._step, scheduled, preempted)
+        self._in_flight = StepPlan(self._step, scheduled, preempted)
+        return self._in_flight
 
     def commit(self, plan: StepPlan, sampled: dict[str, int]) -> list[tuple[Sequence, int, bool]]:
         """The step is computed: append samples. Returns (sequence, new token, finished?) per sample."""
+        self._in_flight = None
+        self.pool.release(self._late)
+        self._late = []
         news = []
         for part in plan.scheduled:
             sequence = part.sequence
@@ -212,13 +244,18 @@ class Scheduler:
                 continue
             token = sampled[sequence.request_id]
             sequence.token_ids.append(token)
-            limits = sequence.sampling
-            ended = token == self.eos_token_id and not limits.ignore_eos
-            full = sequence.num_output >= limits.max_tokens
-            news.append((sequence, token, ended or full))
-            if ended or full:
-                self.finish(sequence.request_id, "stop" if ended else "length")
+            reason = self.reason_to_end(sequence)
+            news.append((sequence, token, reason is not None))
+            if reason is not None:
+                self.finish(sequence.request_id, reason)
         return news
+
+    def reason_to_end(self, sequence: Sequence) -> str | None:
+        """``stop`` or ``length`` if its newest token was its last."""
+        limits = sequence.sampling
+        if sequence.token_ids[-1] == self.eos_token_id and not limits.ignore_eos:
+            return "stop"
+        return "length" if sequence.num_output >= limits.max_tokens else None
 
     def _take(
         self,
@@ -252,19 +289,26 @@ class Scheduler:
         return Scheduled(sequence, first, count, samples=end == known)
 
     def _victim(self, keep: Sequence, scheduled: list[Scheduled]) -> Sequence | None:
-        """The youngest running sequence that this step does not already compute."""
+        """Who gives its blocks back: one that waits but holds some, else the youngest running one that
+        this step does not already compute."""
         taken = {id(s.sequence) for s in scheduled}
-        for sequence in reversed(self.running.values()):
-            if sequence is not keep and id(sequence) not in taken:
+        for sequence in (*reversed(self.waiting), *reversed(self.running.values())):
+            if sequence is not keep and sequence.block_ids and id(sequence) not in taken:
                 return sequence
         return None
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._drop_blocks(sequence)
-        sequence.num_computed = sequence.num_cached = 0
+        self.before_preempt(sequence)
         sequence.num_preemptions += 1
+        if self.running.pop(sequence.request_id, None) is None:
+            self.waiting.remove(sequence)
+        self._restart(sequence)
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Back to the head of the queue with nothing computed."""
+        self._drop_blocks(sequence)
+        sequence.num_computed = sequence.num_cached = sequence.num_planned_blocks = 0
         sequence.status = Status.WAITING
-        del self.running[sequence.request_id]
         sequence.hashes = chain_hashes(
             sequence.token_ids, self.pool.block_tokens, sequence.salt, sequence.hashes
         )
