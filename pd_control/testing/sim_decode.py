@@ -1,0 +1,253 @@
+"""A simulated D instance: executes what ``DecodeCore`` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pd_control.codes import Code
+from pd_control.ids import PeerId
+from pd_control.messages import Abort, Final, GrantAck, LoadDoneItem, Started
+from pd_control.protocol.decode import DecodeCore
+from pd_control.protocol.effects import (
+    Call,
+    CoreCommand,
+    Effect,
+    OpenLink,
+    RecomputeRequest,
+    ReleaseLease,
+    RequestFailed,
+    RequestLoaded,
+    VoidRankKv,
+)
+from pd_control.protocol.events import (
+    AbortReceived,
+    AbortRequested,
+    BlocksAllocated,
+    CallResult,
+    DecodeRequest,
+    DecodeRequestAdded,
+    FinalReceived,
+    GrantAcked,
+    LinkFailed,
+    LinkUp,
+    LoadDone,
+    PeerFound,
+    StartedReceived,
+)
+from pd_control.protocol.leases import LeaseKind, LeaseTable
+from pd_control.testing.sim_engine import SimRequest, SimStep
+from pd_control.testing.sim_instance import PoolRefs, SimInstance
+from pd_control.testing.sim_memory import Content
+from pd_control.testing.sim_net import Channel
+from pd_control.testing.sim_prefill import SimPrefill
+from pd_control.testing.sim_trace import Violation
+from pd_control.testing.sim_worker import SimWorker
+
+
+class SimDecode(SimInstance):
+    """D. Every client outcome of the simulation is decided on one of these."""
+
+    leases: LeaseTable
+
+    def make_core(self) -> None:
+        self.core = DecodeCore(self.me, self.topology, self.world.settings)
+        self.leases = LeaseTable(PoolRefs(self))
+        self.process.after(0.0, self._find_peers)
+
+    def _find_peers(self) -> None:
+        for name in self.world.prefill_names:
+            self.handle(PeerFound(name, f"tcp://{name}"))
+
+    # -- client (core thread) ------------------------------------------------------------------
+
+    def add(self, request: DecodeRequest, content: Content, max_new_tokens: int) -> None:
+        self.post(DecodeRequestAdded(request))
+        self.engine.add(
+            SimRequest(
+                request.request_id,
+                content,
+                max_new_tokens,
+                True,
+                self.world.root_of(request.request_id),
+            )
+        )
+        self.wake()
+
+    def abort(self, request_id: str) -> None:
+        """The client is gone: either the engine drops it at once, or it waits for the driver's word."""
+        request = self.engine.requests.get(request_id)
+        if request is None:
+            return
+        self.world.trace.count("abort.decode")
+        was_remote = request.remote
+        if not was_remote or self.rng.random() < 0.5:
+            self.engine.abort(request_id, "aborted")
+        self.post(AbortRequested(request_id, "client gone"))
+        self.wake()
+
+    # -- effects (loop thread) -----------------------------------------------------------------
+
+    def execute_own(self, effect: Effect) -> None:
+        if isinstance(effect, OpenLink):
+            self._open_link(effect)
+        elif isinstance(effect, Call):
+            self._call(effect)
+        else:
+            super().execute_own(effect)
+
+    def _open_link(self, effect: OpenLink) -> None:
+        world = self.world
+        target = world.instances.get(effect.address.removeprefix("tcp://"))
+        failed = self._link_failed(effect)
+        if not isinstance(target, SimPrefill):
+            self.process.after(0.0, failed, "UNREACHABLE")
+            return
+        mine = self.attributes(effect.link_id)
+        channels: list[Channel] = []
+        me = self.me
+
+        def accept(answer: Callable[[Any], None]) -> None:
+            if not target.is_ready:
+                answer(Code.BUSY)
+                return
+            if channels:
+                # A duplicate of the call opens a second connection; the opener uses the newest.
+                channels[0].close("opened again")
+                channels.clear()
+            channel = world.net.open_channel(self.process, target.process, (self, target), False)
+            channels.append(channel)
+            answer((channel, target.me, target.accept_link(me, mine, channel)))
+
+        def answered(value: Any) -> None:
+            if isinstance(value, Code):
+                failed(value.name)
+                return
+            channel, peer, attributes = value
+            if channel.lost:
+                failed("PEER_LOST")
+                return
+            self.links[peer.instance, peer.incarnation, effect.link_id] = (channel, 0)
+            self.handle(LinkUp(peer, effect.link_id, attributes))
+            channel.connect()
+
+        def failed_call(kind: str) -> None:
+            for channel in channels:
+                channel.close("the opener gave up")
+            failed(kind)
+
+        timeout_s = max(0.0, effect.deadline_s - world.queue.now_s)
+        world.net.call(
+            self.process, target.process, accept, answered, failed_call, timeout_s, once=True
+        )
+
+    def _link_failed(self, effect: OpenLink) -> Callable[[str], None]:
+        def failed(kind: str) -> None:
+            self.world.trace.count("link.failed")
+            self.handle(LinkFailed(effect.instance, effect.link_id, Code[kind], "sim"))
+
+        return failed
+
+    def _call(self, effect: Call) -> None:
+        world = self.world
+        target = world.instances.get(effect.address.removeprefix("tcp://"))
+        call_id = effect.call_id
+
+        def answered(value: Any) -> None:
+            self.handle(CallResult(call_id, value.code, value.message, value.queue_depth))
+
+        def failed(kind: str) -> None:
+            world.trace.count(f"call.{kind}")
+            self.handle(CallResult(call_id, Code[kind], "sim"))
+
+        if not isinstance(target, SimPrefill):
+            self.process.after(0.0, failed, "UNREACHABLE")
+            return
+        me = self.me
+
+        def at_peer(answer: Callable[[Any], None]) -> None:
+            target.on_call(me, effect.message, answer)
+
+        timeout_s = max(0.0, effect.deadline_s - world.queue.now_s)
+        world.trace.count(f"call.{effect.message.HEAD}")
+        world.net.call(
+            self.process,
+            target.process,
+            at_peer,
+            answered,
+            failed,
+            timeout_s,
+            expect_incarnation=effect.peer.incarnation,
+        )
+
+    # -- news (loop thread) --------------------------------------------------------------------
+
+    def on_link_news(self, key: Any, item: Any) -> None:
+        peer = PeerId(key[0], key[1])
+        if isinstance(item, Started):
+            self.handle(StartedReceived(peer, item))
+        elif isinstance(item, Final):
+            self.world.trace.count(f"final.{Code(item.code).name}")
+            self.handle(FinalReceived(peer, item))
+        elif isinstance(item, Abort):
+            self.handle(AbortReceived(peer, item))
+        else:
+            raise Violation("link", f"D got {item!r}")
+
+    def on_worker_news(self, worker: SimWorker, item: Any) -> None:
+        incarnation = worker.process.incarnation
+        code = Code(item.code)
+        if isinstance(item, GrantAck):
+            self.handle(GrantAcked(item.rank, incarnation, item.key, item.op, code, item.detail))
+        elif isinstance(item, LoadDoneItem):
+            self.world.trace.count(f"load_done.{code.name}")
+            self.handle(
+                LoadDone(
+                    item.rank,
+                    incarnation,
+                    item.key,
+                    item.source_rank,
+                    item.tokens,
+                    code,
+                    item.detail,
+                )
+            )
+        else:
+            raise Violation("worker", f"D got {item!r} from a worker")
+
+    # -- core thread ---------------------------------------------------------------------------
+
+    def run_command(self, command: CoreCommand) -> None:
+        trace = self.world.trace
+        if isinstance(command, RequestLoaded):
+            trace.count("decode.loaded")
+            self.engine.loaded(command.request_id, command.num_tokens, command.first_token)
+        elif isinstance(command, RequestFailed):
+            trace.count(f"decode.failed.{command.code.name}")
+            self.engine.abort(command.request_id, f"failed {command.code.name}: {command.message}")
+        elif isinstance(command, RecomputeRequest):
+            trace.count(f"decode.recompute.{command.code.name}")
+            self.engine.run_locally(command.request_id)
+        elif isinstance(command, ReleaseLease):
+            self.leases.release(command.lease_id)
+        elif isinstance(command, VoidRankKv):
+            self._core_lost(command.rank, command.incarnation)
+        else:
+            raise Violation("driver", f"D cannot execute {command!r}")
+        self.wake()
+
+    def dispatch(self, step: SimStep) -> None:
+        self.send_step(step, ())
+
+    def want_remote(self, request: SimRequest) -> bool:
+        blocks = (tuple(request.blocks),)
+        lease_id = self.leases.acquire(LeaseKind.LOAD, request.request_id, blocks)
+        event = BlocksAllocated(request.request_id, blocks, request.cached_tokens, lease_id)
+        self.post(event)
+        return True
+
+    def on_token(self, request: SimRequest, position: int, token: int) -> None:
+        self.world.token_out(self, request, position, token)
+
+    def on_finished(self, request: SimRequest, reason: str) -> None:
+        self.world.decode_ended(self, request.request_id, reason)

@@ -1,0 +1,281 @@
+"""What happens in one seed, drawn before it starts: the cluster, the requests, the faults.
+
+A scenario is data. The run's own randomness (latencies, orders of reuse, moments of loss) comes from another
+generator, so requests and faults can be left out of a scenario without changing the others: that is how a
+failing seed is made small.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+Generation = Literal["step", "bypass", "substep"]
+FailurePolicy = Literal["fail", "recompute", "retry"]
+Mode = Literal["single", "dual"]
+
+FaultKind = Literal[
+    "kill_scheduler", "kill_worker", "pause", "partition", "break_channel", "slow_rank"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One engine."""
+
+    name: str
+    prefill: bool
+    tp: int
+    num_blocks: int
+    max_batched_tokens: int
+    steps_in_flight: int
+    step_s: float  # a step's length, before the slowness of ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    side: Literal["prefill", "decode"]
+    after_s: float  # since the request's arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """One D request: it generates from the prompt. In dual mode it names the P request it takes from."""
+
+    request_id: str
+    decode: str
+    delay_s: float  # since the client request's arrival
+    policy: FailurePolicy
+    wants_first_token: bool
+    tail_tokens: int
+    max_new_tokens: int
+    aborts: tuple[Abort, ...] = ()
+    wrong_content: bool = False  # its reference names somebody else's prompt (F07)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client asked for; ``takers`` is empty when it was gone before any D saw it."""
+
+    index: int
+    mode: Mode
+    prefill: str
+    arrival_s: float
+    prefix: int  # which shared prefix, -1 for none
+    prefix_tokens: int
+    num_prompt_tokens: int
+    prefill_delay_s: float  # dual: since arrival; negative: P never gets it
+    prefill_aborts: tuple[Abort, ...]
+    takers: tuple[Taker, ...]
+
+    @property
+    def request_id(self) -> str:
+        return f"r{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    target: str  # an instance, "instance/rank", or "host|host"
+    duration_s: float = 0.0
+    workers_too: bool = False  # kill_scheduler: its workers die with it
+    factor: float = 1.0
+
+
+@dataclass(slots=True)
+class Scenario:
+    seed: int
+    instances: list[InstanceSpec]
+    requests: list[ClientRequest]
+    faults: list[Fault]
+    block_size: int
+    num_layers: int
+    num_atoms: int
+    generation: Generation
+    transport: Literal["tcp", "cma"]
+    choose: Literal["round_robin", "least_loaded"]
+    deadline_scale: float
+    latency_s: float
+    spike_rate: float
+    spike_s: float
+    lose_call_rate: float
+    duplicate_call_rate: float
+    break_channel_rate: float
+    break_data_rate: float
+    lose_ack_rate: float  # of step outputs that do not say which substeps were taken
+    step_fail_rate: float
+    refuse_rate: float  # of PREFILLs that P's engine does not admit
+    substep_delay_s: float  # extra, so that substeps come late as often as in time
+    prefix_lengths: list[int] = field(default_factory=list)
+
+    def without(self, drop_requests: set[int], drop_faults: set[int]) -> Scenario:
+        """The same scenario with some requests (by index) and faults (by position) left out."""
+        small = Scenario(**{name: getattr(self, name) for name in self.__slots__})
+        small.requests = [r for r in self.requests if r.index not in drop_requests]
+        small.faults = [f for i, f in enumerate(self.faults) if i not in drop_faults]
+        return small
+
+
+def _lcm_atoms(sizes: list[int]) -> int:
+    atoms = 1
+    for size in sizes:
+        a, b = atoms, size
+        while b:
+            a, b = b, a % b
+        atoms = atoms * size // a
+    return atoms
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed. Deterministic, and independent of the code under test."""
+    rng = random.Random(f"scenario {seed}")
+    rnd = rng.random
+    num_p = rng.choices((1, 2, 3, 4), (45, 30, 15, 10))[0]
+    num_d = rng.choices((1, 2, 3, 4), (45, 30, 15, 10))[0]
+    block_size = rng.choice((2, 4, 4))
+    tp_pool = rng.choice(((1,), (1, 2), (1, 2, 4), (2, 4), (1, 3), (2, 3), (1, 2, 3), (4, 4, 3)))
+    crowd = rnd() < 0.01
+    if crowd:
+        num_requests = rng.randint(200, 500)
+    else:
+        num_requests = max(1, min(60, int(rng.expovariate(1 / 16.5)) + 1))
+    step_s = rng.choice((0.005, 0.02, 0.02, 0.1, 1.0))
+    tight = rnd() < 0.35  # few blocks: preemption, waiting for blocks, mutual waiting
+    max_prompt = rng.choice((6, 16, 24, 40))
+    instances = []
+    for prefill, count in ((True, num_p), (False, num_d)):
+        for i in range(count):
+            need = -(-(max_prompt + 10) // block_size)
+            num_blocks = need * (rng.choice((2, 3)) if tight else rng.choice((8, 16)))
+            instances.append(
+                InstanceSpec(
+                    name=f"{'p' if prefill else 'd'}{i}",
+                    prefill=prefill,
+                    tp=rng.choice(tp_pool),
+                    num_blocks=num_blocks,
+                    max_batched_tokens=rng.choice((8, 16, 32, 64)),
+                    steps_in_flight=rng.choice((1, 1, 2, 3)),
+                    step_s=step_s * (0.5 + rnd()),
+                )
+            )
+    p_names = [i.name for i in instances if i.prefill]
+    d_names = [i.name for i in instances if not i.prefill]
+    prefix_lengths = [rng.randint(1, max_prompt) for _ in range(3)]
+    span_s = step_s * num_requests * rng.choice((0.2, 1.0, 3.0))
+    abort_rate = rng.choice((0.0, 0.1, 0.1, 0.4))
+    mode_mix = rng.choice((0.0, 0.5, 0.5, 1.0))
+    policy_mix: tuple[FailurePolicy, ...] = rng.choice(
+        (("fail",), ("recompute",), ("retry",), ("fail", "recompute", "retry"))
+    )
+    first_token_rate = rng.choice((0.0, 0.0, 0.5))
+
+    def aborts(side: Literal["prefill", "decode"]) -> tuple[Abort, ...]:
+        if rnd() >= abort_rate:
+            return ()
+        times = [rnd() * rng.choice((0.2, 2, 8)) * step_s for _ in range(1 if rnd() < 0.8 else 2)]
+        return tuple(Abort(side, t) for t in times)
+
+    requests: list[ClientRequest] = []
+    for index in range(num_requests):
+        dual = rnd() < mode_mix
+        prefix = rng.choice((-1, -1, 0, 1, 2))
+        prompt_tokens = rng.randint(1, max_prompt)
+        prefix_tokens = min(prefix_lengths[prefix], prompt_tokens) if prefix >= 0 else 0
+        if prefix_tokens == prompt_tokens and rnd() < 0.8:
+            prompt_tokens += 1
+        num_takers = rng.choice((2, 3)) if dual and rnd() < 0.15 else 1
+        gone = dual and rnd() < 0.04
+        takers = [
+            Taker(
+                request_id=f"r{index}.{t}",
+                decode=rng.choice(d_names),
+                delay_s=rnd() * rng.choice((0.05, 1, 4, 10)) * step_s if dual else 0.0,
+                policy=rng.choice(policy_mix),
+                wants_first_token=rnd() < first_token_rate,
+                tail_tokens=rng.choice((0, 1, 1, 1, 1, 2, 3)),
+                max_new_tokens=rng.randint(1, 4),
+                aborts=aborts("decode"),
+                wrong_content=dual and rnd() < 0.03,
+            )
+            for t in range(0 if gone else num_takers)
+        ]
+        lost = dual and not gone and rnd() < 0.04
+        requests.append(
+            ClientRequest(
+                index=index,
+                mode="dual" if dual else "single",
+                prefill=rng.choice(p_names),
+                arrival_s=rnd() * span_s,
+                prefix=prefix,
+                prefix_tokens=prefix_tokens,
+                num_prompt_tokens=prompt_tokens,
+                prefill_delay_s=-1.0 if lost else rnd() * rng.choice((0.05, 1, 6)) * step_s,
+                prefill_aborts=aborts("prefill") if dual else (),
+                takers=tuple(takers),
+            )
+        )
+    requests.sort(key=lambda r: r.arrival_s)
+
+    faults: list[Fault] = []
+    fault_level = rng.choices((0, 1, 2, 6), (35, 30, 20, 15))[0]
+    for _ in range(fault_level):
+        kind: FaultKind = rng.choice(
+            (
+                "kill_scheduler",
+                "kill_worker",
+                "kill_worker",
+                "pause",
+                "partition",
+                "partition",
+                "break_channel",
+                "slow_rank",
+            )
+        )
+        spec = rng.choice(instances)
+        rank = f"{spec.name}/{rng.randrange(spec.tp)}"
+        at_s = rnd() * (span_s + 5 * step_s)
+        target = {
+            "kill_scheduler": spec.name,
+            "partition": f"{rng.choice(p_names)}|{rng.choice(d_names)}",
+            "break_channel": "",
+        }.get(kind, rank)
+        if kind == "pause" and rnd() < 0.5:
+            target = spec.name
+        faults.append(
+            Fault(
+                at_s=at_s,
+                kind=kind,
+                target=target,
+                duration_s=rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * (0.5 + rnd()),
+                workers_too=rnd() < 0.5,
+                factor=rng.choice((3.0, 10.0, 40.0)),
+            )
+        )
+    lossy = rnd() < 0.4
+    return Scenario(
+        seed=seed,
+        instances=instances,
+        requests=requests,
+        faults=faults,
+        block_size=block_size,
+        num_layers=rng.choice((1, 2, 2, 3)),
+        num_atoms=_lcm_atoms([i.tp for i in instances]),
+        generation=rng.choice(("step", "bypass", "substep", "substep")),
+        transport=rng.choice(("tcp", "tcp", "cma")),
+        choose=rng.choice(("round_robin", "least_loaded")),
+        deadline_scale=rng.choice((0.2, 1.0)),
+        latency_s=rng.choice((0.0001, 0.0005, 0.005)),
+        spike_rate=rng.choice((0.0, 0.05, 0.2)),
+        spike_s=rng.choice((0.01, 0.2, 1.5)),
+        lose_call_rate=rng.choice((0.01, 0.1)) if lossy else 0.0,
+        duplicate_call_rate=rng.choice((0.0, 0.1)),
+        break_channel_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
+        break_data_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
+        lose_ack_rate=rng.choice((0.0, 0.0, 0.05)),
+        step_fail_rate=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        refuse_rate=rng.choice((0.0, 0.0, 0.05)),
+        substep_delay_s=rng.choice((0.0, 0.5, 1.0)) * step_s,
+        prefix_lengths=prefix_lengths,
+    )
