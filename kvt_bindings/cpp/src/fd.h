@@ -37,9 +37,9 @@ class Fd {
   int fd_ = -1;
 };
 
-// One eventfd. notify(): any thread, costs a system call only if nobody has notified since the
-// owner last looked. The owner polls fd() for reading and calls acknowledge() before it looks at
-// what it was woken for.
+// Wakes a thread that sleeps in poll(). Any thread notifies; only the first of several pays for a
+// system call. The owner, in a loop: acknowledge(), look at what it may have been woken for, and
+// before it sleeps ask is_pending(); when poll says that fd() is readable, drain().
 class WakeUp {
  public:
   WakeUp() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -53,12 +53,15 @@ class WakeUp {
     [[maybe_unused]] const auto n = write(fd_.get(), &one, sizeof one);
   }
 
-  // True if somebody had notified.
-  bool acknowledge() {
-    if (!pending_.load()) return false;
+  // True if somebody had notified since the last call.
+  bool acknowledge() { return pending_.load() && pending_.exchange(false); }
+  bool is_pending() const { return pending_.load(); }
+
+  // Never the other way round: a count read here may belong to a notify() that is acknowledged
+  // already, and one whose flag is still up has its look at the owner's next turn.
+  void drain() {
     std::uint64_t count = 0;
     [[maybe_unused]] const auto n = read(fd_.get(), &count, sizeof count);
-    return pending_.exchange(false);
   }
 
  private:

@@ -89,7 +89,6 @@ class SourceSlot {
   void count_placed(std::uint64_t bytes);
   // A chunk is over: its pending bytes count. True when with it every expected byte has landed.
   bool commit(std::uint16_t layer);
-  std::uint64_t missing_bytes() const { return bytes_expected_.load() - committed_bytes_; }
   std::string describe_missing() const;
   std::uint32_t end_tokens() const { return tokens_; }
   void set_confirming();

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -34,6 +35,14 @@ struct ReceiverShared {
         grants(cache->rank(), std::move(sink), &counters, config.max_marks),
         layout_bytes(cache->layout().serialize()) {}
 
+  // Starts the progress clocks; the timer is woken only if it sleeps past the new deadline.
+  void start_clocks(const GrantSpec& spec, std::span<const std::shared_ptr<SourceSlot>> slots) {
+    const Clock::time_point now = Clock::now();
+    for (const auto& slot : slots) slot->start_clock(now);
+    const Clock::time_point end = now + std::chrono::milliseconds(spec.progress_timeout_ms);
+    if (end.time_since_epoch().count() < next_look_ns.load()) timer.notify();
+  }
+
   const std::shared_ptr<const RankCache> cache;
   const MemoryRegistry memory;
   const ReceiverConfig config;
@@ -41,7 +50,8 @@ struct ReceiverShared {
   GrantTable grants;
   PlannerCache planners;
   const std::vector<std::uint8_t> layout_bytes;
-  WakeUp timer;  // a progress clock has been started, or a connection has ended
+  WakeUp timer;  // a deadline comes earlier than expected, or a connection has ended
+  std::atomic<Clock::rep> next_look_ns{Clock::time_point::max().time_since_epoch().count()};
 };
 
 class ReceiveConnection final : public SlotEndBox,

@@ -69,7 +69,6 @@ class CmaPlacer final : public Placer {
     return {local_.left() == 0 ? StepKind::kDone : StepKind::kMore, bytes, {}};
   }
 
-  Step drain() override { return {StepKind::kDone, 0, {}}; }  // nothing is on its way
   Status settle() override { return {}; }
   bool is_asynchronous() const override { return false; }
   std::uint32_t crc() const override { return crc_.value_or(0); }
@@ -120,6 +119,7 @@ class Cma final : public TransportType {
     return {};
   }
 
+  bool carries_payload() const override { return false; }
   bool confirms() const override { return true; }
 };
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 
 #include "kvt/crc32c.h"
 #include "transports/transport_type.h"
@@ -13,8 +14,7 @@
 namespace kvt {
 namespace {
 
-constexpr std::size_t kMaxIovecs = 1024;         // IOV_MAX
-constexpr std::size_t kDrainBytes = 256 * 1024;  // per call, into scratch memory
+constexpr std::size_t kMaxIovecs = 1024;  // IOV_MAX
 
 Step received(ssize_t n) {
   if (n > 0) return {StepKind::kMore, static_cast<std::uint64_t>(n), {}};
@@ -23,19 +23,6 @@ Step received(ssize_t n) {
   if (errno == EINTR) return {StepKind::kMore, 0, {}};
   return {StepKind::kPeerGone, 0, std::string("receive: ") + std::strerror(errno)};
 }
-
-// Throws the frame's remaining bytes away.
-class Drain {
- public:
-  Step step(int socket, std::uint64_t left) {
-    if (scratch_.empty()) scratch_.resize(kDrainBytes);
-    const std::size_t want = std::min<std::uint64_t>(left, scratch_.size());
-    return received(recv(socket, scratch_.data(), want, MSG_DONTWAIT));
-  }
-
- private:
-  std::vector<std::byte> scratch_;
-};
 
 class HostPlacer final : public Placer {
  public:
@@ -64,7 +51,6 @@ class HostPlacer final : public Placer {
     return moved(step);
   }
 
-  Step drain() override { return moved(drain_.step(context_.socket, cursor_.left())); }
   Status settle() override { return {}; }
   bool is_asynchronous() const override { return false; }
   std::uint32_t crc() const override { return crc_.value_or(0); }
@@ -79,7 +65,6 @@ class HostPlacer final : public Placer {
   const TransportContext context_;
   IoCursor cursor_;
   std::optional<std::uint32_t> crc_;
-  Drain drain_;
 };
 
 // Socket → pinned buffer → device. A buffer is scattered when it is full or the frame ends; the
@@ -109,6 +94,7 @@ class DevicePlacer final : public Placer {
   }
 
   Step place() override {
+    const std::lock_guard held(mutex_);
     if (filled_ == buffer_.size()) {
       const Status room = writer_->buffer(left_, &buffer_);
       if (!room.ok()) return {StepKind::kFailed, 0, room.detail};
@@ -127,14 +113,10 @@ class DevicePlacer final : public Placer {
     return step;
   }
 
-  Step drain() override {
-    Step step = drain_.step(context_.socket, left_);
-    left_ -= step.bytes;
-    if (step.kind == StepKind::kMore && left_ == 0) step.kind = StepKind::kDone;
-    return step;
+  Status settle() override {
+    const std::lock_guard held(mutex_);
+    return writer_->flush();
   }
-
-  Status settle() override { return writer_->flush(); }
   bool is_asynchronous() const override { return true; }
 
   // What was staged stands for what the device holds.
@@ -160,6 +142,7 @@ class DevicePlacer final : public Placer {
   }
 
   const TransportContext context_;
+  std::mutex mutex_;  // a stage serves one thread at a time
   std::unique_ptr<DeviceWriter> writer_;
   std::vector<MemorySpan> spans_;
   std::vector<MemorySpan> piece_;
@@ -169,7 +152,6 @@ class DevicePlacer final : public Placer {
   std::uint64_t inside_ = 0;
   std::uint64_t left_ = 0;
   std::optional<std::uint32_t> crc_;
-  Drain drain_;
 };
 
 class HostPayload final : public Payload {
@@ -274,6 +256,7 @@ class Tcp final : public TransportType {
     return begin<DevicePayload>(request, out);
   }
 
+  bool carries_payload() const override { return true; }
   bool confirms() const override { return false; }
 
  private:

@@ -58,8 +58,9 @@ struct Step {
   std::string detail;       // kPeerGone, kFailed
 };
 
-// Bytes of one checked DESC frame on their way in. The connection's thread; place(), settle() and
-// whatever they start also under the slot's lock.
+// Bytes of one checked DESC frame on their way in. The connection's thread, place() under the
+// slot's lock. A placer serves all transfers of its connection, so settle(), which also whoever
+// closes one of them calls, keeps a lock of its own against the rest.
 class Placer {
  public:
   virtual ~Placer() = default;
@@ -69,9 +70,7 @@ class Placer {
   virtual Status begin(std::span<const IpcBlock> blocks, std::optional<std::uint32_t> crc_seed) = 0;
   // One bounded, non-blocking call's worth into the cache.
   virtual Step place() = 0;
-  // The same to nowhere, for the rest of a frame that may not land.
-  virtual Step drain() = 0;
-  // Everything placed so far is in cache memory when it returns OK.
+  // Any thread. Everything placed so far is in cache memory when it returns OK.
   virtual Status settle() = 0;
   // True while settle() may have something to wait for.
   virtual bool is_asynchronous() const = 0;
@@ -108,6 +107,8 @@ class TransportType {
   // Sender: the bytes of runs[first, first + count) of `layer`, or nullptr if the receiver fetches
   // them itself. BAD_REQUEST for a run outside the layer.
   virtual Status payload(const PayloadRequest& request, std::unique_ptr<Payload>* out) const = 0;
+  // The bytes follow their DESC frame on the socket.
+  virtual bool carries_payload() const = 0;
   // The receiver reads the source itself: a transfer ends OK only after the sender, asked after the
   // last read, has said that the source was held.
   virtual bool confirms() const = 0;
