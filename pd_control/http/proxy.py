@@ -1,0 +1,351 @@
+"""One address for clients in front of prefill and decode servers.
+
+Each completion goes to one P and one D, chosen round robin. How the two learn of each other is the
+*mode*:
+
+``dual``
+    both at once, joined by a ``transfer_id`` that the proxy makes; the default.
+``sequential``
+    P first; what its answer says in ``kv_transfer_params`` goes to D. For servers that hold KV under
+    ids of their own.
+``single``
+    D only; it hands the prompt to a P itself.
+
+A client that disconnects ends both halves: their HTTP requests are cancelled, which each server takes
+as an abort. Before the first byte has gone to the client a failed attempt is repeated on the next pair;
+after it the error is told and nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from pd_control.http.completions import MAX_BODY_BYTES, error_response
+
+log = logging.getLogger(__name__)
+
+MODES = ("dual", "sequential", "single")
+#: A server on the same network answers a connect in well under this, or it is not there.
+CONNECT_TIMEOUT_S = 3.0
+#: How long a server that refused a connection is passed over while others are left.
+PENALTY_S = 2.0
+
+
+class UpstreamError(Exception):
+    """A server did not do its half. ``status`` is what the client gets if nothing else helps."""
+
+    def __init__(self, status: int, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry = status, message, retry
+
+
+@dataclass
+class Upstream:
+    """One server. ``control`` is (host, port) of its control plane, asked for when first needed."""
+
+    url: str
+    control: tuple[str, int] | None = None
+    engine_id: str = ""
+    unreachable_until: float = 0.0
+    num_requests: int = 0
+    num_failures: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Upstream:
+        """``http://host:port`` or ``http://host:port@control_host:control_port``.
+
+        Raises:
+            ValueError: neither.
+        """
+        url, _, control = text.rstrip("/").partition("@")
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"expected http://host:port[@control_host:port], got {text!r}")
+        found = None
+        if control:
+            host, _, port = control.rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"expected control_host:port after the @, got {control!r}")
+            found = (host, int(port))
+        return cls(parts.geturl(), found)
+
+
+@dataclass
+class Pool:
+    """Round robin over the servers of one role, those that refused just now last."""
+
+    servers: list[Upstream]
+    _turn: itertools.count[int] = field(default_factory=itertools.count)
+
+    def choose(self, now_s: float, avoid: Sequence[Upstream] = ()) -> Upstream:
+        start = next(self._turn)
+        order = [self.servers[(start + i) % len(self.servers)] for i in range(len(self.servers))]
+        return min(order, key=lambda s: (s in avoid, s.unreachable_until > now_s))
+
+
+class Proxy:
+    """The aiohttp application. ``retries``: further attempts after the first, on other servers."""
+
+    def __init__(
+        self,
+        prefill: Sequence[Upstream],
+        decode: Sequence[Upstream],
+        *,
+        mode: str = "dual",
+        retries: int = 1,
+        on_failure: str = "",
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        if not decode or (not prefill and mode != "single"):
+            raise ValueError(f"mode {mode} needs at least one decode and one prefill server")
+        self._prefill, self._decode = Pool(list(prefill)), Pool(list(decode))
+        self._mode, self._retries, self._on_failure = mode, retries, on_failure
+        self._session: aiohttp.ClientSession | None = None
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._completions),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+            ]
+        )
+        self.app.cleanup_ctx.append(self._client)
+
+    async def _client(self, _: web.Application) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        # Servers drop idle connections after a few seconds; a request must never meet one just then.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            self._session = session
+            yield
+
+    # -- small endpoints ---------------------------------------------------------------------------
+
+    async def _models(self, _: web.Request) -> web.Response:
+        assert self._session is not None
+        try:
+            async with self._session.get(self._decode.servers[0].url + "/v1/models") as answer:
+                return web.json_response(await answer.json(), status=answer.status)
+        except aiohttp.ClientError as error:
+            return error_response(502, f"decode server: {error}", "upstream_error")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """200 while at least one server of each role answers."""
+        states = await asyncio.gather(
+            *(self._probe(s) for s in (*self._prefill.servers, *self._decode.servers))
+        )
+        split = len(self._prefill.servers)
+        groups = {"prefill": states[:split], "decode": states[split:]}
+        good = all(any(s["ok"] for s in g) for g in groups.values() if g)
+        return web.json_response(
+            {"status": "ok" if good else "unavailable", "mode": self._mode, **groups},
+            status=200 if good else 503,
+        )
+
+    async def _probe(self, server: Upstream) -> dict[str, Any]:
+        assert self._session is not None
+        row = {"url": server.url, "requests": server.num_requests, "failures": server.num_failures}
+        try:
+            async with self._session.get(
+                server.url + "/health", timeout=aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+            ) as answer:
+                return row | {"ok": answer.status == 200}
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
+            return row | {"ok": False, "error": str(error) or type(error).__name__}
+
+    # -- completions -------------------------------------------------------------------------------
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        try:
+            body = await http.json(loads=json.loads)
+        except json.JSONDecodeError as error:
+            return error_response(400, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return error_response(400, "expected a JSON object")
+        tried: list[Upstream] = []
+        for attempt in range(self._retries + 1):
+            now = asyncio.get_running_loop().time()
+            p = self._prefill.choose(now, tried) if self._mode != "single" else None
+            d = self._decode.choose(now, tried)
+            tried += [s for s in (p, d) if s is not None]
+            sender = _Sender(http)
+            try:
+                return await self._attempt(http.path, body, p, d, sender)
+            except UpstreamError as error:
+                log.warning("attempt %d of a completion failed: %s", attempt + 1, error.message)
+                if sender.response is not None:
+                    return await sender.fail(error.message)
+                if not error.retry or attempt == self._retries:
+                    return error_response(error.status, error.message, "upstream_error")
+        raise AssertionError("unreachable")
+
+    async def _attempt(
+        self,
+        path: str,
+        body: dict[str, Any],
+        p: Upstream | None,
+        d: Upstream,
+        sender: _Sender,
+    ) -> web.StreamResponse:
+        """One try on one pair. Leaving it, in whatever way, ends both halves."""
+        transfer_id = f"pd-{uuid.uuid4().hex}"
+        remote: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
+        if self._on_failure:
+            remote["on_failure"] = self._on_failure
+        if p is None:
+            remote["mode"] = "single"
+            return await self._decode_half(path, body, remote, transfer_id, d, sender)
+        half = body | {"max_tokens": 1, "stream": False, "request_id": transfer_id}
+        half.pop("stream_options", None)
+        half["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+        }
+        if self._mode == "sequential":
+            answer = await self._prefill_half(path, half, p)
+            params = answer.get("kv_transfer_params")
+            if not isinstance(params, dict):
+                raise UpstreamError(
+                    502, f"{p.url} did not say how to fetch its KV (mode sequential)", retry=False
+                )
+            return await self._decode_half(path, body, params, transfer_id, d, sender)
+        host, port = await self._control_of(p)
+        remote |= {"transfer_id": transfer_id, "remote_host": host, "remote_port": port}
+        if p.engine_id:
+            remote["remote_engine_id"] = p.engine_id
+        prefill = asyncio.ensure_future(self._prefill_half(path, half, p))
+        decode = asyncio.ensure_future(
+            self._decode_half(path, body, remote, transfer_id, d, sender)
+        )
+        try:
+            await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done() and prefill.exception() is not None and sender.response is None:
+                prefill.result()  # P has failed and D cannot succeed: raise P's own words
+            return await decode
+        finally:
+            for task in (prefill, decode):
+                task.cancel()
+            await asyncio.gather(prefill, decode, return_exceptions=True)
+
+    async def _prefill_half(self, path: str, body: dict[str, Any], p: Upstream) -> dict[str, Any]:
+        async with self._post(p, path, body) as answer:
+            result = await answer.json()
+            return result if isinstance(result, dict) else {}
+
+    async def _decode_half(
+        self,
+        path: str,
+        body: dict[str, Any],
+        params: dict[str, Any],
+        transfer_id: str,
+        d: Upstream,
+        sender: _Sender,
+    ) -> web.StreamResponse:
+        whole = body | {"kv_transfer_params": params, "request_id": f"{transfer_id}-d"}
+        async with self._post(d, path, whole) as answer:
+            try:
+                async for chunk in answer.content.iter_any():
+                    await sender.send(answer, chunk)
+            except aiohttp.ClientError as error:
+                d.num_failures += 1
+                raise UpstreamError(502, f"{d.url} broke off: {error}", retry=True) from error
+            return await sender.end(answer)
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, server: Upstream, path: str, body: dict[str, Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """POST; raises UpstreamError unless the answer's status is 200."""
+        assert self._session is not None
+        server.num_requests += 1
+        try:
+            answer = await self._session.post(server.url + path, json=body)
+        except aiohttp.ClientError as error:
+            server.num_failures += 1
+            if isinstance(error, aiohttp.ClientConnectorError):
+                server.unreachable_until = asyncio.get_running_loop().time() + PENALTY_S
+            raise UpstreamError(502, f"{server.url}: {error}", retry=True) from error
+        try:
+            if answer.status != 200:
+                server.num_failures += answer.status >= 500
+                message = await _error_message(answer)
+                raise UpstreamError(
+                    answer.status, f"{server.url}: {message}", retry=answer.status >= 500
+                )
+            yield answer
+        finally:
+            answer.close()
+
+    async def _control_of(self, p: Upstream) -> tuple[str, int]:
+        """Where P's control plane listens: configured, or asked of P once."""
+        if p.control is None:
+            assert self._session is not None
+            try:
+                async with self._session.get(p.url + "/pd") as answer:
+                    if answer.status != 200:
+                        raise UpstreamError(
+                            502, f"{p.url}/pd answered {answer.status}; configure it as "
+                            f"{p.url}@control_host:port", retry=True,
+                        )  # fmt: skip
+                    info = await answer.json()
+            except aiohttp.ClientError as error:
+                p.unreachable_until = asyncio.get_running_loop().time() + PENALTY_S
+                raise UpstreamError(502, f"{p.url}: {error}", retry=True) from error
+            p.control = (str(info["control_host"]), int(info["control_port"]))
+            p.engine_id = str(info["engine_id"])
+        return p.control
+
+
+class _Sender:
+    """The way back to the client: nothing is sent before the first byte of a good answer."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http = http
+        self.response: web.StreamResponse | None = None
+
+    async def send(self, answer: aiohttp.ClientResponse, chunk: bytes) -> None:
+        await (await self._start(answer)).write(chunk)
+
+    async def end(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = await self._start(answer)
+        await response.write_eof()
+        return response
+
+    async def fail(self, message: str) -> web.StreamResponse:
+        """The answer is under way: an event says what happened, and the stream ends without DONE."""
+        assert self.response is not None
+        event = {"error": {"message": message, "type": "upstream_error"}}
+        await self.response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await self.response.write_eof()
+        return self.response
+
+    async def _start(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        if self.response is None:
+            kind = answer.headers.get("Content-Type", "application/json")
+            self.response = web.StreamResponse(headers={"Content-Type": kind})
+            await self.response.prepare(self._http)
+        return self.response
+
+
+async def _error_message(answer: aiohttp.ClientResponse) -> str:
+    """The message of an OpenAI-style error body, or the status."""
+    try:
+        body = await answer.json(content_type=None)
+        return str(body["error"]["message"])
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status}"
