@@ -142,6 +142,12 @@ def error_response(status: int, message: str, kind: str = "invalid_request_error
     return web.json_response({"error": {"message": message, "type": kind}}, status=status)
 
 
+def _engine_error(output: Output) -> web.Response:
+    if output.is_refusal:
+        return error_response(400, output.error)
+    return error_response(500, output.error, "engine_error")
+
+
 class CompletionServer:
     """The aiohttp application of one engine.
 
@@ -196,6 +202,9 @@ class CompletionServer:
             return error_response(400, f"the body is not JSON: {error}")
         except BadRequestError as error:
             return error_response(400, str(error))
+        if parsed.model not in ("", self._model):
+            message = f"the model {parsed.model!r} is not served here, {self._model!r} is"
+            return error_response(404, message, "model_not_found")
         request = Request(parsed.request_id, parsed.prompt, parsed.sampling, control=parsed.control)
         try:
             if parsed.stream:
@@ -229,7 +238,7 @@ class CompletionServer:
                 last = output
         assert last is not None
         if last.finish_reason == "error":
-            return error_response(500, last.error, "engine_error")
+            return _engine_error(last)
         choice = {
             "index": 0,
             "text": self._tokenizer.decode(ids),
@@ -258,7 +267,7 @@ class CompletionServer:
         async with aclosing(self._front.generate(request)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 if response is None and output.finish_reason == "error":
-                    return error_response(500, output.error, "engine_error")
+                    return _engine_error(output)
                 if response is None:
                     response = web.StreamResponse(
                         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

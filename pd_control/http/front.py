@@ -31,6 +31,8 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
         self._engine: EngineLike | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def attach(self, engine: EngineLike) -> None:
         self._engine = engine
@@ -38,6 +40,10 @@ class Front:
     @property
     def num_open(self) -> int:
         return len(self._queues)
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        await self._idle.wait()
 
     def on_output(self, output: Output) -> None:
         """Any thread. After the loop is closed outputs are dropped: nobody is left to read them."""
@@ -67,6 +73,7 @@ class Front:
             raise DuplicateRequestError(f"request {request.request_id!r} is already running")
         queue: asyncio.Queue[Output] = asyncio.Queue()
         self._queues[request.request_id] = queue
+        self._idle.clear()
         ended = False
         try:
             self._engine.submit(request)
@@ -77,5 +84,7 @@ class Front:
                 yield output
         finally:
             del self._queues[request.request_id]
+            if not self._queues:
+                self._idle.set()
             if not ended:
                 self._engine.abort(request.request_id)

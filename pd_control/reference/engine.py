@@ -70,6 +70,9 @@ class Output:
     finish_reason: str | None = None
     error: str = ""
     num_cached: int = 0
+    is_refusal: bool = (
+        False  # an error of the request itself, found before anything was done for it
+    )
 
 
 OnOutput = Callable[[Output], None]
@@ -253,7 +256,7 @@ class Engine:
             )
             self.control.add(sequence, request.control or {})
         except ValueError as error:
-            self._on_output(Output(request.request_id, [], "error", str(error)))
+            self._on_output(Output(request.request_id, [], "error", str(error), is_refusal=True))
 
     def _abort(self, request_id: str) -> None:
         self.control.abort(request_id)
