@@ -118,7 +118,7 @@ class OfferTransfer(CoreCommand):
 
 @dataclass(frozen=True, slots=True)
 class WithdrawTransfer(CoreCommand):
-    """P: plan no more sends of it. Unknown keys are fine."""
+    """P: plan no more sends of it. Answered by one `TransferWithdrawn`, also for an unknown key."""
 
     request_id: str
     key: bytes

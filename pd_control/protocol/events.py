@@ -217,6 +217,13 @@ class RequestForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferWithdrawn:
+    """Answer to `WithdrawTransfer`: no later `StepPlanned` carries the transfer."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksWanted:
     """Requests of this P wait for blocks: this many are missing (0 = none any more)."""
 
@@ -400,6 +407,7 @@ PrefillEvent = (
     | FirstToken
     | RequestPreempted
     | RequestForgotten
+    | TransferWithdrawn
     | BlocksWanted
     | SendDone
 )
