@@ -33,21 +33,32 @@ struct Completion {
   std::string detail;  // for a human; empty when OK
 };
 
-class CompletionQueue {
+// Where completions go: into this process (CompletionQueue) or to the scheduler (NewsChannel).
+// Both calls: any native thread, never blocking.
+class CompletionSink {
+ public:
+  virtual ~CompletionSink() = default;
+  // When a transfer opens. False, with nothing reserved, if room for `n` cannot be promised: the
+  // transfer is then refused with BUSY.
+  [[nodiscard]] virtual bool reserve(std::size_t n) = 0;
+  // Gives back slots whose transfers will not be reported after all. A sink without a bound need
+  // not do anything.
+  virtual void release(std::size_t n) { (void)n; }
+  // Uses up one reserved slot.
+  virtual void push(Completion completion) = 0;
+};
+
+class CompletionQueue : public CompletionSink {
  public:
   // `max_reserved`: how many completions may be owed at once.
   explicit CompletionQueue(std::size_t max_reserved = 1 << 16);
-  ~CompletionQueue();
+  ~CompletionQueue() override;
   CompletionQueue(const CompletionQueue&) = delete;
   CompletionQueue& operator=(const CompletionQueue&) = delete;
 
-  // False (and nothing reserved) if the queue cannot promise room: the caller refuses the transfer
-  // with BUSY.
-  [[nodiscard]] bool reserve(std::size_t n = 1);
-  void release(std::size_t n = 1);
-
-  // Uses up one reserved slot.
-  void push(Completion completion);
+  [[nodiscard]] bool reserve(std::size_t n) override;
+  void release(std::size_t n) override;
+  void push(Completion completion) override;
 
   // An eventfd, owned by the queue, for loop.add_reader().
   int wake_fd() const { return wake_fd_; }

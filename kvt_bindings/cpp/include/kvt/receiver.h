@@ -38,14 +38,6 @@ struct GrantSpec {
   std::uint32_t progress_timeout_ms = 10'000;  // once started and no byte placed for so long
 };
 
-// Where completions go. reserve() is called when a grant opens, push() once per reserved slot.
-class CompletionSink {
- public:
-  virtual ~CompletionSink() = default;
-  virtual bool reserve(std::size_t n) = 0;
-  virtual void push(Completion completion) = 0;
-};
-
 // The other end of a data connection, as the embedder authenticated it (HELLO).
 struct SenderIdentity {
   std::string instance;
