@@ -114,7 +114,7 @@ void SourceSlot::start_clock(Clock::time_point now) {
 }
 
 bool SourceSlot::deadline(std::chrono::milliseconds timeout, Clock::time_point* at) const {
-  const std::int64_t last = last_progress_ns_.load(std::memory_order_relaxed);
+  const std::int64_t last = last_progress_ns_.load();
   if (last < 0 || ended()) return false;
   *at = Clock::time_point(std::chrono::nanoseconds(last)) + timeout;
   return true;

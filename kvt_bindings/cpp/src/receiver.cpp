@@ -145,6 +145,8 @@ class Receiver::Impl {
       pollfd wake{shared_.timer.fd(), POLLIN, 0};
       if (!shared_.timer.is_pending() && poll(&wake, 1, timeout_ms) > 0) shared_.timer.drain();
       shared_.timer.acknowledge();
+      // A clock that starts while expire() looks must wake us: it may not have been seen.
+      shared_.next_look_ns.store(Clock::time_point::max().time_since_epoch().count());
       next = shared_.grants.expire(Clock::now());
       reap();
     }
