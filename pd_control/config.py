@@ -28,6 +28,9 @@ from pd_control._schema import (
     setting,
     to_mapping,
 )
+from pd_control.protocol import settings as core
+from pd_control.protocol.events import OnFailure
+from simple_rpc.auth import Secret
 
 # tomli is the same parser under its older name; 3.10 has it as a dependency.
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -109,6 +112,20 @@ class Deadlines:
     hold_max_s: float = setting(
         120.0, low=0.01, high=7200, unit="s", doc="P: end of all renewals of a hold. Then EXPIRED."
     )
+    pressure_hold_s: float = setting(
+        1.0,
+        low=0,
+        high=3600,
+        unit="s",
+        doc="P: youngest age at which a hold may be let go because requests wait for blocks.",
+    )
+    admit_s: float = setting(
+        10.0,
+        low=0.01,
+        high=600,
+        unit="s",
+        doc="P: its engine's answer to an admission. Then NOT_FOUND.",
+    )
     send_progress_s: float = setting(
         30.0,
         low=0.01,
@@ -183,7 +200,9 @@ class Network:
         None, secret=True, doc="Shared secret of the handshake. Prefer `secret_file`."
     )
     secret_file: Path | None = setting(
-        None, doc="File that holds the shared secret; surrounding white space is not part of it."
+        None,
+        doc="File that holds the shared secret (mode 0600); surrounding white space is not part of "
+        "it.",
     )
     tls_cert_file: Path | None = setting(None, doc="Certificate chain (PEM) for the control plane.")
     tls_key_file: Path | None = setting(None, doc="Private key (PEM) for `tls_cert_file`.")
@@ -212,17 +231,15 @@ class Network:
             if not value.startswith(("tcp://", "unix://")):
                 raise ConfigError(f"network.{name}", "tcp://HOST:PORT or unix:///PATH", repr(value))
 
-    def load_secret(self) -> str | None:
-        """The shared secret, from either place. Raises ConfigError for an unreadable file."""
-        if self.secret_file is None:
-            return self.secret
+    def load_secret(self) -> Secret | None:
+        """The shared secret, from either place. Raises ConfigError saying what is wrong with it."""
         try:
-            text = self.secret_file.read_text().strip()
-        except OSError as e:
-            raise ConfigError("network.secret_file", "a readable file", str(e)) from None
-        if not text:
-            raise ConfigError("network.secret_file", "a secret", f"empty file {self.secret_file}")
-        return text
+            if self.secret_file is not None:
+                return Secret.from_file(str(self.secret_file))
+            return None if self.secret is None else Secret(self.secret.encode())
+        except (OSError, ValueError) as e:
+            where = "network.secret" if self.secret_file is None else "network.secret_file"
+            raise ConfigError(where, "a usable secret", str(e)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,11 +288,10 @@ class Policy:
         unit="tokens",
         doc="Prompt tokens at the end that D computes itself; 1 gives it the logits of the last.",
     )
-    use_first_token: bool = setting(
-        False, doc="Take P's first token with FINAL instead of sampling it on D."
-    )
-    num_takers: int = setting(
-        1, low=1, high=1024, doc="Successful transfers after which P lets a held request go."
+    generation: Literal["step", "bypass", "substep"] = setting(
+        "substep",
+        doc="How soon P sends for a TRANSFER_KV: with the next main step; complete KV at once; also "
+        "into the running step.",
     )
 
     def __post_init__(self) -> None:
@@ -310,6 +326,10 @@ class Limits:
     )
     max_tombstones: int = setting(
         65_536, low=1, high=10_000_000, doc="P: requests let go and still answered GONE."
+    )
+
+    max_substeps_per_step: int = setting(
+        1024, low=1, high=1_000_000, doc="P: substeps of one step; beyond it, wait for its end."
     )
 
     def __post_init__(self) -> None:
@@ -353,6 +373,22 @@ class Config:
             raise ConfigError(
                 "instance", f"1 to {MAX_INSTANCE_CHARS} printable characters", repr(self.instance)
             )
+
+    def core_settings(self) -> core.Settings:
+        """What the pure cores are told."""
+        d, n, p = self.deadlines, self.limits, self.policy
+        return core.Settings(
+            deadlines=core.Deadlines(
+                **{f.name: getattr(d, f.name) for f in fields(core.Deadlines)}
+            ),
+            limits=core.Limits(**{f.name: getattr(n, f.name) for f in fields(core.Limits)}),
+            generation=core.Generation(p.generation),
+            on_failure=OnFailure[p.on_load_failure.upper()],
+            max_attempts=p.max_attempts,
+            after_retries=OnFailure[p.after_retries.upper()],
+            recompute_tail_tokens=p.recompute_tail_tokens,
+            choose=self.discovery.choose,
+        )
 
     def to_mapping(self, *, show_secrets: bool = False) -> dict[str, Any]:
         """Plain nested values for JSON; the secret is masked unless asked for."""

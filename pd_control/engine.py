@@ -23,7 +23,9 @@ What the engine must guarantee (checked by `tests/conformance/test_engine.py` on
   4. Preemption may free fewer blocks than it asked for: leased blocks stay, and it goes on.
   5. `wake` is safe at any moment, also between "is the queue empty?" and sleep: a wake that comes
      before the sleep ends the sleep.
-  6. `release_blocks` is the only way in which a lease's reference comes back. Finishing, preempting
+  6. Blocks that a step in flight may still write are not handed out before it has ended, whatever
+     became of its requests.
+  7. `release_blocks` is the only way in which a lease's reference comes back. Finishing, preempting
      or aborting a request drops the engine's own reference and nothing else.
 """
 

@@ -46,16 +46,21 @@ class Stage(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One recorded stage. `at_ns` is monotonic; `value` is a count whose meaning the stage gives
-    (tokens for PLANNED, PLACED, SEND_DONE and ADMITTED, blocks for BLOCKS_LEASED, else 0)."""
+    (tokens for PLANNED, PLACED, SEND_DONE and ADMITTED, blocks for BLOCKS_LEASED, else 0).
+
+    `key` is the transfer's, b"" before there is one; `request_id` is this side's, "" where only the
+    key is known (workers). P and D may know a request by different ids; the key joins them.
+    """
 
     at_ns: int
     stage: Stage
     request_id: str
+    key: bytes
     rank: int
     value: int
 
 
-_Slot = tuple[int, int, str, int, int]
+_Slot = tuple[int, int, str, bytes, int, int]
 
 
 class Trace:
@@ -83,7 +88,8 @@ class Trace:
     def record(
         self,
         stage: Stage,
-        request_id: str,
+        request_id: str = "",
+        key: bytes = b"",
         rank: int = NO_RANK,
         value: int = 0,
         at_ns: int | None = None,
@@ -94,6 +100,7 @@ class Trace:
             self._clock_ns() if at_ns is None else at_ns,
             stage,
             request_id,
+            key,
             rank,
             value,
         )
@@ -110,22 +117,17 @@ class Trace:
         """Events that the ring no longer holds."""
         return max(0, self.recorded - self._capacity)
 
-    def events(self, request_id: str | None = None) -> list[TraceEvent]:
-        """The events still held, oldest first; of one request, or of all. Any thread."""
-        found = [
-            slot
-            for slot in list(self._ring)
-            if slot is not None and (request_id is None or slot[2] == request_id)
-        ]
-        found.sort(key=lambda slot: (slot[0], slot[1]))
-        return [TraceEvent(s[0], Stage(s[1]), s[2], s[3], s[4]) for s in found]
+    def events(self, request_id: str | None = None, keys: Iterable[bytes] = ()) -> list[TraceEvent]:
+        """The events still held, oldest first. Any thread.
 
-    def last_stage_at(self, request_id: str, stage: Stage) -> int | None:
-        """When a stage was last recorded for a request (monotonic ns), or None."""
-        times = [
-            s[0] for s in list(self._ring) if s is not None and s[2] == request_id and s[1] == stage
-        ]
-        return max(times) if times else None
+        Of one request: those that name it, or a transfer of it, or one of `keys`. None: all.
+        """
+        slots = [slot for slot in list(self._ring) if slot is not None]
+        if request_id is not None:
+            wanted = {s[3] for s in slots if s[2] == request_id and s[3]}.union(keys)
+            slots = [s for s in slots if s[2] == request_id or s[3] in wanted]
+        slots.sort(key=lambda s: (s[0], s[1]))
+        return [TraceEvent(s[0], Stage(s[1]), s[2], s[3], s[4], s[5]) for s in slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,5 +187,5 @@ def chrome_events(
             "pid": pid,
             "tid": e.rank + 1,
             "ts": (e.at_ns + offset_ns) / 1000,
-            "args": {"request_id": e.request_id, "value": e.value},
+            "args": {"request_id": e.request_id, "transfer": e.key.hex(), "value": e.value},
         }

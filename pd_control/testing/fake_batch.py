@@ -88,7 +88,8 @@ class Step:
     parts: list[tuple[FakeRequest, int, int, bool]]  # request, generation, tokens, samples
     reports: list[RankReport] = field(default_factory=list)
     folds: collections.Counter[str] = field(default_factory=collections.Counter)
-    pending: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)  # ranks that have not reported
+    blocks: list[int] = field(default_factory=list)  # what it writes; referenced until its end
     failed: str = ""
 
 
@@ -204,6 +205,7 @@ class Batching:
     def _start_step(self) -> None:
         budget = self.spec.max_step_tokens
         parts: list[tuple[FakeRequest, int, int, bool]] = []
+        written: list[list[int]] = []
         messages: list[list[Any]] = []
         scheduled: list[ScheduledRequest] = []
         for request in list(self._running.values()):
@@ -235,6 +237,8 @@ class Batching:
                 ]
             )
             parts.append((request, request.generation, count, samples))
+            size = self.spec.geometry.block_size_tokens
+            written.append(request.blocks[first // size : self._blocks_for(first + count)])
             request.num_computed += count
             self._register(request)
             budget -= count
@@ -246,7 +250,13 @@ class Batching:
         plan = b""
         if self._prefill is not None:
             plan = self._prefill.plan_step(step, [scheduled[i] for i in alive])
-        self._steps[step] = Step([parts[i] for i in alive], pending=set(range(self.spec.tp_size)))
+        # A request may be aborted while the step runs: its blocks must not become somebody else's
+        # destination before the last rank has written them.
+        blocks = [block for i in alive for block in written[i]]
+        self.pool.touch(blocks)
+        self._steps[step] = Step(
+            [parts[i] for i in alive], pending=set(range(self.spec.tp_size)), blocks=blocks
+        )
         for worker in self._workers:
             worker.send(["step", step, plan, [messages[i] for i in alive]])
         self.num_steps += 1
@@ -296,17 +306,23 @@ class Batching:
             self._worker_lost(rank, message[2])
         elif message[1] in self._steps:
             step = self._steps[message[1]]
-            step.pending.discard(rank)
             if kind == "failed":
                 step.failed = step.failed or f"rank {rank}: {message[3]}"
-                step.reports.append(RankReport(rank, None, Code.INTERNAL, message[3]))
+                report = RankReport(rank, None, Code.INTERNAL, message[3])
             else:
-                step.reports.append(RankReport(rank, message[3]))
+                report = RankReport(rank, message[3])
                 for request_id, fold in message[4]:
                     step.folds[request_id] += fold
-            if not step.pending:
-                del self._steps[message[1]]
-                self._step_done(message[1], step)
+            self._rank_done(message[1], report)
+
+    def _rank_done(self, number: int, report: RankReport) -> None:
+        step = self._steps[number]
+        step.pending.discard(report.rank)
+        step.reports.append(report)
+        if not step.pending:
+            del self._steps[number]
+            self.pool.release(step.blocks)
+            self._step_done(number, step)
 
     def _step_done(self, number: int, step: Step) -> None:
         if self._prefill is not None:

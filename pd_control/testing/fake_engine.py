@@ -62,7 +62,7 @@ class FakeEngine(Batching):
         self.fatal = ""
         self._open_driver = open_driver
         self._worker_entry = worker_entry
-        self._worker_options = dict(worker_options or {})
+        self.worker_options = dict(worker_options or {})  # read when a worker starts
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-core", daemon=True)
@@ -91,7 +91,7 @@ class FakeEngine(Batching):
             self.spec.num_blocks,
             self.spec.geometry,
             self.spec.layer_delay_s,
-            self._worker_options,
+            self.worker_options,
         )
 
         def deliver(message: list[Any]) -> None:
@@ -323,12 +323,10 @@ class FakeEngine(Batching):
             self.fatal = self.fatal or f"worker {rank} died: {reason}"
             self._stopping = True
             return
-        for number in list(self._steps):
-            step = self._steps.pop(number)
-            step.failed = f"worker {rank} died: {reason}"
-            for missing in step.pending:
-                step.reports.append(RankReport(missing, None, Code.PEER_LOST, step.failed))
-            self._step_done(number, step)
+        for number, step in list(self._steps.items()):
+            if rank in step.pending:
+                step.failed = f"worker {rank} died: {reason}"
+                self._rank_done(number, RankReport(rank, None, Code.PEER_LOST, step.failed))
         for request in list(self._running.values()):
             self._preempt(request)
         self.pool.evict(range(self.pool.num_blocks))  # that rank's part of every block is gone

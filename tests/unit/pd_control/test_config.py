@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from pd_control._schema import hints, type_name
-from pd_control.config import Config, ConfigError, Deadlines, Network, UnknownSettingError, load
+from pd_control.config import (
+    Config,
+    ConfigError,
+    Deadlines,
+    Network,
+    Policy,
+    UnknownSettingError,
+    load,
+)
 
 
 def test_defaults_are_the_documented_deadlines() -> None:
@@ -119,13 +127,29 @@ def test_a_secret_is_never_shown(tmp_path: Path) -> None:
     assert "hunter2" not in str(config.to_mapping())
     assert config.to_mapping(show_secrets=True)["network"]["secret"] == "hunter2"
     file = tmp_path / "secret"
-    file.write_text("hunter3\n")
-    assert Network(secret_file=file).load_secret() == "hunter3"
+    file.write_text("correct horse battery staple\n")
+    file.chmod(0o600)
+    assert Network(secret_file=file).load_secret() is not None
     with pytest.raises(ConfigError, match="only one of"):
         Network(secret="x", secret_file=file)
-    file.write_text("\n")
-    with pytest.raises(ConfigError, match="empty file"):
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="0600"):
         Network(secret_file=file).load_secret()
+    with pytest.raises(ConfigError, match="16 to"):
+        Network(secret="short").load_secret()
+
+
+def test_the_cores_get_the_same_numbers() -> None:
+    config = Config(
+        instance="a",
+        deadlines=Deadlines(hold_s=7, admit_s=8),
+        policy=Policy(on_load_failure="retry", generation="bypass", recompute_tail_tokens=2),
+    )
+    settings = config.core_settings()
+    assert (settings.deadlines.hold_s, settings.deadlines.admit_s) == (7, 8)
+    assert (settings.on_failure.name, settings.generation.value) == ("RETRY", "bypass")
+    assert settings.recompute_tail_tokens == 2
+    assert Config(instance="a").core_settings() == type(settings)(), "the defaults are the same"
 
 
 def test_every_setting_is_documented_and_has_a_printable_type() -> None:

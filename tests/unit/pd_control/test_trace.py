@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pd_control.trace import NO_RANK, Stage, Trace, chrome_events, missing_stages, timeline
+from pd_control.trace import Stage, Trace, chrome_events, missing_stages, timeline
 
 
 def make(capacity: int = 16) -> tuple[Trace, list[int]]:
@@ -34,8 +34,16 @@ def test_events_of_one_request_in_time_order() -> None:
         (Stage.PLACED, 3, 0),
         (Stage.SEND_DONE, 7, 1),
     ]
-    assert trace.last_stage_at("r1", Stage.PLACED) == 3
-    assert trace.last_stage_at("r1", Stage.ADMITTED) is None
+
+
+def test_a_transfer_key_joins_what_workers_and_the_other_side_know() -> None:
+    trace, _ = make()
+    trace.record(Stage.MESSAGE_RECEIVED, "p-id", key=b"k1")
+    trace.record(Stage.BOUND, key=b"k1", rank=0)
+    trace.record(Stage.BOUND, key=b"k2", rank=0)
+    assert [e.stage for e in trace.events("p-id")] == [Stage.MESSAGE_RECEIVED, Stage.BOUND]
+    assert [e.key for e in trace.events("d-id", [b"k1"])] == [b"k1", b"k1"]
+    assert trace.events("d-id") == []
 
 
 def test_the_ring_forgets_the_oldest_and_counts() -> None:
@@ -71,7 +79,7 @@ def test_timeline_joins_two_clocks_and_names_what_is_missing() -> None:
     d_now[0] = 2_000_000
     d.record(Stage.MESSAGE_SENT, "r")
     p = Trace(32, clock_ns=lambda: 10_000_000, wall_ns=lambda: 4_000_000)
-    p.record(Stage.MESSAGE_RECEIVED, "r", NO_RANK)
+    p.record(Stage.MESSAGE_RECEIVED, "r")
     rows = timeline(
         [("D", d.clock_offset_ns, d.events("r")), ("P", p.clock_offset_ns, p.events("r"))]
     )
