@@ -61,6 +61,7 @@ class ClientConnection:
         "_loop",
         "address",
         "connection",
+        "is_open",
         "is_unanswered",
         "on_gone",
         "peer",
@@ -79,15 +80,12 @@ class ClientConnection:
         self._handshake: ClientHandshake | None = None
         self._hold_after_answer = False
         self.address = address
+        self.is_open = True
         self.is_unanswered = False
         self.on_gone: Callable[[ClientConnection], None] | None = None
         self.phase = Phase.CONNECT
         self.pool: Any = None  # the PeerPool that counts this connection, if any
         self.version = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self.connection.is_open
 
     async def open(self, deadline_at_s: float) -> None:
         """Connect and shake hands. On any failure, cancellation included, nothing stays behind.
@@ -166,37 +164,37 @@ class ClientConnection:
 
     # Calls
 
+    def send(self, head: int, body: bytes, deadline_at_s: float) -> asyncio.Future[Answer]:
+        """Send one call; the future gets ``(OKAY or FAIL, body)``, or ``DeadlineError``,
+        ``ConnectionLostError`` or ``PeerProtocolError``, after which the connection is closed.
+
+        Whoever stops waiting for it calls ``abandon``."""
+        if self._future is not None:
+            raise BusyError(message="one call at a time on a connection", peer=str(self.address))
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._future = future
+        connection = self.connection
+        connection.wait_until(deadline_at_s)
+        connection.write_frame(head, body)
+        return future
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer. Unless it is there already, the connection is closed: an answer that
+        came later would be taken for that of the next call."""
+        if self._future is not None:
+            self._future = None
+            self.connection.abort(ClosedError(message="call cancelled"))
+
     async def exchange(
         self, head: int, body: bytes, deadline_at_s: float, *, hold: bool = False
     ) -> Answer:
-        """Send one call and wait for ``(OKAY or FAIL, body)``.
-
-        On any exception, cancellation included, the connection has been closed: an answer that came later
-        would be taken for that of the next call. The one exception is a cancellation that arrives together
-        with the answer: then ``is_open`` is still true and the connection fit for use.
-        Raises ``DeadlineError``, ``ConnectionLostError``, ``PeerProtocolError``.
-        """
-        if self._future is not None:
-            raise BusyError(message="one call at a time on a connection", peer=str(self.address))
-        connection = self.connection
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._future = future
+        """``send`` and wait. With ``hold``, frames after the answer are held back."""
+        self.connection.check_open()
         self._hold_after_answer = hold
-        connection.wait_until(deadline_at_s)
-        connection.write_frame(head, body)
-        if not connection.is_open:
-            self._future = None
-            raise ConnectionLostError(
-                message="the connection was already closed",
-                phase=Phase.SEND,
-                peer=str(self.address),
-            )
         try:
-            return await future
+            return await self.send(head, body, deadline_at_s)
         except asyncio.CancelledError:
-            if self._future is not None:
-                self._future = None
-                connection.abort(ClosedError(message="call cancelled"))
+            self.abandon()
             raise
 
     def close(self, reason: str) -> None:
@@ -254,6 +252,7 @@ class ClientConnection:
 
     def on_lost(self, error: RpcError) -> None:
         future, self._future = self._future, None
+        self.is_open = False
         self.is_unanswered = not self.connection.decoder.buffered_bytes
         on_gone, self.on_gone = self.on_gone, None
         if on_gone is not None:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgpack
 
-from ._errors import InvalidMessageError
+from ._errors import InvalidMessageError, RpcError
 from ._limits import MAX_ARRAY_ITEMS, MAX_MAP_ITEMS
 
 T = TypeVar("T")
@@ -65,11 +65,9 @@ def unpack_body(
 ) -> Any:
     """The value of a body, which must be exactly one. Raises ``InvalidMessageError``."""
     try:
+        # Text and bytes cannot be longer than the body. Map keys are str or bytes (the default).
         return _unpackb(
             body,
-            raw=False,
-            use_list=True,
-            strict_map_key=True,
             ext_hook=_no_ext,
             max_ext_len=0,
             max_array_len=max_array_items,
@@ -136,6 +134,15 @@ class Schema(Generic[T]):
             ):
                 self._num_required = index + 1
         self._get = _field_getter(self.field_names)
+        # The usual case at C speed: as many fields as we know, each of the one wire type it can have; then
+        # only the fields whose contents need a look are checked one by one.
+        self._wire_types = tuple(_wire_type(hints[field.name]) for field in fields)
+        self._is_exact = None not in self._wire_types
+        self._inner_checks = tuple(
+            (index, check)
+            for index, check in enumerate(self._checks)
+            if check not in _SCALARS.values()
+        )
 
     def encode(self, value: T) -> tuple[Any, ...]:
         """What goes on the wire. Raises ``InvalidMessageError`` if ``value`` is not a ``cls``."""
@@ -152,12 +159,26 @@ class Schema(Generic[T]):
     def decode(self, values: Any) -> T:
         """A ``cls`` from an unpacked array. Raises ``InvalidMessageError`` that names the path."""
         try:
+            if (
+                self._is_exact
+                and type(values) is list
+                and tuple(map(type, values)) == self._wire_types
+            ):
+                args = values
+                if self._inner_checks:
+                    args = values.copy()
+                    for index, check in self._inner_checks:
+                        args[index] = check(args[index])
+                return self.cls(*args)
+        except Exception:
+            pass  # found and named below
+        try:
             return self._decode(values)
         except _Mismatch as mismatch:
             raise mismatch.as_error(self.name) from None
 
     def _decode(self, values: Any) -> T:
-        checks = self._checks
+        """``decode`` for every case, also inside of another value. Raises ``_Mismatch``."""
         if type(values) is not list:
             raise _Mismatch("an array of fields", values)
         if len(values) < self._num_required:
@@ -165,21 +186,33 @@ class Schema(Generic[T]):
             raise _Mismatch(
                 f"at least {self._num_required} fields ({missing} is missing)", len(values)
             )
+        args: list[Any] = []
         try:
             # zip stops at the shorter: unknown trailing fields are dropped, missing ones get defaults.
-            args = [check(value) for check, value in zip(checks, values)]  # noqa: B905
+            for check, value in zip(self._checks, values):  # noqa: B905
+                args.append(check(value))
+        except _Mismatch as mismatch:
+            raise mismatch.under(f".{self.field_names[len(args)]}") from None
+        try:
             return self.cls(*args)
-        except _Mismatch:
-            for name, check, value in zip(self.field_names, checks, values):  # noqa: B905
-                try:
-                    check(value)
-                except _Mismatch as mismatch:
-                    raise mismatch.under(f".{name}") from None
-            raise
-        except InvalidMessageError as error:  # from __post_init__, which knows its own fields
-            raise _Mismatch(error.message, values) from None
+        except RpcError as error:  # from __post_init__, which knows its own fields
+            raise _Mismatch(f"valid fields: {error.message}", values) from None
         except (ValueError, TypeError) as error:
             raise _Mismatch(f"valid fields: {error}", values) from None
+
+
+def _wire_type(hint: Any) -> type | None:
+    """The one exact type that msgpack gives for a declared type, or None if there are several."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _wire_type(typing.get_args(hint)[0])
+    if hint in (int, str, bytes, bool):
+        return typing.cast(type, hint)
+    if origin in (list, tuple):
+        return list
+    if origin in (dict, Mapping):
+        return dict
+    return None
 
 
 def _field_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -299,12 +332,12 @@ def _compile_sequence(
         raise TypeError(f"of tuples only tuple[X, ...] is supported, got {hint!r}")
     check_item, encode_item = _compile(args[0], depth)
     # Exact scalars are checked at C speed: block lists have tens of thousands of items.
-    only = frozenset({args[0]}) if args[0] in (int, str, bytes, bool) else None
+    only = args[0] if args[0] in (int, str, bytes, bool) else None
 
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise _Mismatch("an array", value)
-        if only is not None and only.issuperset(map(type, value)):
+        if only is not None and list(map(type, value)).count(only) == len(value):
             return value if origin is list else tuple(value)
         items = []
         for index, item in enumerate(value):

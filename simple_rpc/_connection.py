@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from ._deadline import Clock, Watchdog
-from ._errors import ClosedError, ConnectionLostError, PeerProtocolError, RpcError
-from ._frames import FrameDecoder, FrameError
+from ._errors import ClosedError, Code, ConnectionLostError, PeerProtocolError, RpcError
+from ._frames import Frame, FrameDecoder, FrameError
 from ._limits import Limits
 
 _pack_prefix = struct.Struct("<II").pack
@@ -175,7 +175,8 @@ class Connection(asyncio.Protocol):
     def wait_until(self, at_s: float) -> None:
         """Have ``on_wait_over`` called at ``at_s``, instead of any earlier arrangement."""
         self.wait_due_s = at_s
-        self._watchdog.expect(at_s)
+        if at_s < self._watchdog.armed_at_s:
+            self._watchdog.expect(at_s)
 
     def shut_down(self, error: RpcError) -> None:
         """This process ends the connection in order: the owner may say goodbye first."""
@@ -216,20 +217,11 @@ class Connection(asyncio.Protocol):
         ):
             self._read_ahead(data)
             return
-        try:
-            frame = decoder.feed_one(data)
-            while frame is not None:
-                self._frame_due_s = math.inf
-                self._owner.on_frame(*frame)
-                if not decoder.buffered_bytes:
-                    return
-                if self._held or self._error is not None or self._write_paused:
-                    break
-                frame = decoder.next_frame()
-        except FrameError as error:
-            self._violated(error)
-            return
-        self._after_pump()
+        if decoder.is_whole(data):  # the usual case: one frame, nothing before or after it
+            self._deliver((int.from_bytes(data[:4], "little"), data[8:]))
+        else:
+            decoder.feed(data)
+            self._pump()
 
     def eof_received(self) -> None:
         # Half-closed peers are not served: the protocol has no use for them, and a peer that is gone must
@@ -297,11 +289,20 @@ class Connection(asyncio.Protocol):
                 if frame is None:
                     break
                 self._frame_due_s = math.inf
-                self._owner.on_frame(*frame)
+                self._deliver(frame)
         except FrameError as error:
             self._violated(error)
             return
         self._after_pump()
+
+    def _deliver(self, frame: Frame) -> None:
+        try:
+            self._owner.on_frame(*frame)
+        except (
+            Exception
+        ) as error:  # an owner must not raise: whatever waits here must not wait for ever
+            self.abort(RpcError(Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
+            raise
 
     def _after_pump(self) -> None:
         if self._error is not None:

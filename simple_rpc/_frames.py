@@ -80,17 +80,18 @@ class FrameDecoder:
         if self._error is None:
             self._buffer += data
 
-    def feed_one(self, data: bytes) -> Frame | None:
-        """``feed`` then ``next_frame``, without copying through the buffer in the usual case:
-        nothing was pending and ``data`` is exactly one framed frame."""
-        if not self._buffer and len(data) >= PREFIX_BYTES:
-            head, length = _unpack_prefix(data)
-            if len(data) == PREFIX_BYTES + length:
-                heads = self.heads
-                if length <= self.max_body_bytes and heads is not None and heads.get(head) is False:
-                    return head, data[PREFIX_BYTES:]
-        self.feed(data)
-        return self.next_frame()
+    def is_whole(self, data: bytes) -> bool:
+        """True if nothing is pending and ``data`` is exactly one allowed, framed frame: then it need not go
+        through the buffer, and its parts are ``data[:4]`` and ``data[8:]``."""
+        if self._buffer or len(data) < PREFIX_BYTES or self.heads is None:
+            return False
+        head, length = _unpack_prefix(data)
+        return (
+            len(data) == PREFIX_BYTES + length
+            and length <= self.max_body_bytes
+            and self.heads.get(head) is False
+            and self._error is None
+        )
 
     def next_frame(self) -> Frame | None:
         """The next frame, or None if more bytes are needed. Raises ``FrameError``."""

@@ -104,6 +104,7 @@ class Pools(Generic[K, C, W]):
         self._max_peers = max_peers
         self._max_connections = max_connections_per_peer
         self._pools: OrderedDict[K, PeerPool[C, W]] = OrderedDict()
+        self._latest: tuple[K, PeerPool[C, W]] | None = None  # spares the reordering, mostly
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -113,9 +114,12 @@ class Pools(Generic[K, C, W]):
 
     def find(self, key: K) -> PeerPool[C, W] | None:
         """The pool of a known peer, now the most recently used."""
+        if self._latest is not None and self._latest[0] == key:
+            return self._latest[1]
         pool = self._pools.get(key)
         if pool is not None:
             self._pools.move_to_end(key)
+            self._latest = (key, pool)
         return pool
 
     def add(self, key: K) -> tuple[PeerPool[C, W], list[C]] | None:
@@ -129,7 +133,9 @@ class Pools(Generic[K, C, W]):
             evicted = self._pools.pop(oldest).idle
         pool: PeerPool[C, W] = PeerPool(self._max_connections)
         self._pools[key] = pool
+        self._latest = (key, pool)
         return pool, evicted
 
     def clear(self) -> None:
         self._pools.clear()
+        self._latest = None

@@ -81,6 +81,7 @@ class Client:
         )
         self._dedicated: set[ClientConnection] = set()
         self._pack = new_pack()
+        self._now = self._clock.now
         self._is_closed = False
         self._num_calls = 0
         self._all_done: asyncio.Future[None] | None = None
@@ -107,7 +108,8 @@ class Client:
         failure, cancellation included, the pool is healthy: a connection that may still carry an answer has
         been closed. Cancelling does not stop the handler at the server; its deadline does.
         """
-        start_s = self._clock.now()
+        now = self._now
+        start_s = end_s = now()
         code = Code.ABORTED
         self._num_calls += 1
         try:
@@ -125,14 +127,22 @@ class Client:
                 connection = await self._expected(
                     pool, connection, deadline, expect_incarnation, is_reused
                 )
-            try:
-                head, body = await self._exchange(pool, connection, method, request, deadline)
-            except ConnectionLostError:
-                if not (is_reused and method.idempotent and connection.is_unanswered):
+            while True:
+                try:
+                    packed = self._packed(method, request, deadline)
+                    head, body = await connection.send(method.head, packed, deadline.at_s)
+                    break
+                except ConnectionLostError:
+                    if not (is_reused and method.idempotent and connection.is_unanswered):
+                        raise
+                except BaseException:
+                    connection.abandon()
+                    self._release(pool, connection)
                     raise
+                is_reused = False
                 connection = await self._reopen(pool, connection, deadline)
                 self.metrics.count("client.retries")
-                head, body = await self._exchange(pool, connection, method, request, deadline)
+            end_s = self._release(pool, connection)
             response = _response(method, head, body, connection)
             code = Code.OK
             return response
@@ -140,7 +150,9 @@ class Client:
             code = error.code
             raise
         finally:
-            self.metrics.call("client", method.name, code, self._clock.now() - start_s)
+            if code is not Code.OK:
+                end_s = now()
+            self.metrics.call("client", method.name, code, end_s - start_s)
             self._num_calls -= 1
             if self._all_done is not None and not self._num_calls and not self._all_done.done():
                 self._all_done.set_result(None)
@@ -213,38 +225,30 @@ class Client:
         if self._is_closed:
             raise ClosedError(message="the client is closed")
 
-    async def _exchange(
-        self,
-        pool: _PeerPool,
-        connection: ClientConnection,
-        method: Method[Req, Resp],
-        request: Req,
-        deadline: Deadline,
-    ) -> tuple[int, bytes]:
-        """One try on one busy connection, which is back in the pool, or gone, afterwards."""
-        try:
-            left_s = deadline.at_s - self._clock.now()
-            timeout_ms = int(min(left_s, MAX_TIMEOUT_S) * 1000.0) if left_s > 0 else 0
-            packed = method.pack_request(self._pack, timeout_ms, request)
-            if len(packed) > self.limits.max_body_bytes:
-                raise InvalidMessageError(
-                    message=f"{method.name}: request of {len(packed)} bytes, at most "
-                    f"{self.limits.max_body_bytes} allowed"
-                )
-            return await connection.exchange(method.head, packed, deadline.at_s)
-        finally:
-            if connection.is_open:
-                self._release(pool, connection)
+    def _packed(self, method: Method[Req, Resp], request: Req, deadline: Deadline) -> bytes:
+        left_s = deadline.at_s - self._now()
+        timeout_ms = int(min(left_s, MAX_TIMEOUT_S) * 1000.0) if left_s > 0 else 0
+        packed = method.pack_request(self._pack, timeout_ms, request)
+        if len(packed) > self.limits.max_body_bytes:
+            raise InvalidMessageError(
+                message=f"{method.name}: request of {len(packed)} bytes, at most "
+                f"{self.limits.max_body_bytes} allowed"
+            )
+        return packed
 
-    def _release(self, pool: _PeerPool, connection: ClientConnection) -> None:
-        if self._is_closed:
-            connection.close("the client is closed")
-            return
-        waiter = pool.release(connection)
-        if waiter is not None:
-            waiter.set_result(connection)
-        else:
-            connection.connection.wait_until(self._clock.now() + self.limits.pool_idle_s)
+    def _release(self, pool: _PeerPool, connection: ClientConnection) -> float:
+        """A connection is no longer busy, or gone already. Returns the time."""
+        now_s = self._now()
+        if connection.is_open:
+            if self._is_closed:
+                connection.close("the client is closed")
+                return now_s
+            waiter = pool.release(connection)
+            if waiter is None:
+                connection.connection.wait_until(now_s + self.limits.pool_idle_s)
+            else:
+                waiter.set_result(connection)
+        return now_s
 
     def _add_pool(self, address: Address) -> _PeerPool:
         added = self._pools.add(address)
@@ -312,7 +316,7 @@ class Client:
                 given = waiter.result()
                 if given is None:
                     _wake(pool.open_failed())
-                elif given.is_open:
+                else:
                     self._release(pool, given)
             raise
         finally:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ._errors import InvalidMessageError
@@ -87,8 +87,7 @@ def _checked_attributes(attributes: object) -> Mapping[str, Any]:
     return MappingProxyType(dict(attributes))
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """Where a server listens: ``tcp://host:port``, ``tcp://[::1]:port`` or ``unix:///absolute/path``.
 
     Immutable, hashable, ``str()`` gives back what ``parse`` takes. Port 0 asks the kernel for one;

@@ -54,12 +54,16 @@ class Method(Generic[Req, Resp]):
 
     def pack_request(self, pack: Pack, timeout_ms: int, request: Req) -> bytes:
         """Raises ``InvalidMessageError`` if the request is of another type or cannot be packed."""
-        return _pack(pack, (timeout_ms, _encode(self._request, request)), self.name)
+        schema = self._request
+        fields = _encode(None, request) if schema is None else schema.encode(request)
+        return _pack(pack, (timeout_ms, fields), self.name)
 
     def unpack_request(self, body: bytes) -> tuple[int, Req]:
         """``(timeout_ms, request)``. Raises ``InvalidMessageError``."""
         timeout_ms, fields = unpack_call(body)
-        return timeout_ms, _decode(self._request, fields)
+        if self._request is not None:
+            return timeout_ms, self._request.decode(fields)
+        return timeout_ms, _decode(None, fields)
 
     def pack_response(self, pack: Pack, response: Resp) -> bytes:
         return _pack(pack, _encode(self._response, response), self.name)
