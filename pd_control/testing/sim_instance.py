@@ -27,6 +27,7 @@ from pd_control.protocol.effects import (
 from pd_control.protocol.errors import EngineContractError, InvariantError
 from pd_control.protocol.events import Event, LinkDown, Tick, WorkerDied, WorkerRegistered
 from pd_control.testing.sim_blocks import BlockPool
+from pd_control.testing.sim_checks import waits_for_ever
 from pd_control.testing.sim_clock import Timer
 from pd_control.testing.sim_engine import SimRequest, SimScheduler, SimStep
 from pd_control.testing.sim_net import Channel, Process
@@ -36,6 +37,9 @@ from pd_control.testing.sim_worker import SimWorker, StepWork
 
 if TYPE_CHECKING:
     from pd_control.testing.sim_world import World
+
+#: Events of a core between two looks at everything that waits in it.
+CHECK_EVERY = 64
 
 Core = Any  # PrefillCore | DecodeCore: the methods used here are the same
 
@@ -66,8 +70,7 @@ class SimInstance:
         self.process = Process(world.queue, spec.name, spec.name)
         self.workers = [SimWorker(world, self, rank) for rank in range(spec.tp)]
         self.topology = Topology(tp_size=spec.tp, num_kv_heads=world.scenario.num_atoms)
-        self.fatal_ranks: list[int] = []
-        self.unhealthy = False
+        self.num_events = 0
         self.pool: BlockPool
         self.engine: SimScheduler
         self.core: Core
@@ -153,7 +156,14 @@ class SimInstance:
             for worker in self.workers:
                 if worker.process.alive:
                     self.kill_worker_process(worker)
+        self.count_core()
         self.world.instance_died(self)
+
+    def count_core(self) -> None:
+        """Add what this life of the core counted to the run's coverage."""
+        side = "p" if self.spec.prefill else "d"
+        for name, count in self.core.counters.items():
+            self.world.trace.count(f"{side}.{name}", count)
 
     def kill_worker_process(self, worker: SimWorker) -> None:
         worker.process.kill()
@@ -214,11 +224,13 @@ class SimInstance:
                 world.trace.record(now_s, self.spec.name, subject, "effect", effect)
             self.execute(effect)
         due_s = core.next_deadline()
-        if due_s is None:
-            if not core.is_idle():
-                raise Violation("deadline", f"{self.spec.name} waits without a deadline: {event!r}")
-        else:
+        self.num_events += 1
+        if due_s is not None:
             self._arm(due_s)
+        if (due_s is None and not core.is_idle()) or self.num_events % CHECK_EVERY == 0:
+            problem = waits_for_ever(core, now_s)
+            if problem:
+                raise Violation("deadline", f"{self.spec.name}: {problem}", world.subject_of(event))
 
     def _arm(self, due_s: float) -> None:
         timer = self.deadline_timer
@@ -278,7 +290,7 @@ class SimInstance:
 
     def attributes(self, link_id: int) -> HeloAttributes:
         ranks = tuple(self.ranks[rank] for rank in sorted(self.ranks))
-        return HeloAttributes(self.topology, ranks, "sim", link_id)
+        return HeloAttributes(self.topology, ranks, "", link_id)
 
     def _on_fatal(self, effect: Fatal) -> None:
         """The embedder's answer: end the worker, or the whole engine."""

@@ -1,9 +1,9 @@
 """Simulated ``kvt`` of a P worker: steps, sends and the data connections they go out on.
 
-The contract, here and in ``sim_receiver``, is the native one: sends wait per layer for the step they are bound
-to; substeps are taken in order and only before the step is frozen; grants are opened and closed in one stream,
-a close leaves a mark; coverage, not a count, completes a source; the end of a data connection fails its
-transfers; every transfer ends in a completion per (own rank, other rank).
+The contract, here and in ``sim_receiver``, is the native one: sends wait per layer for the step that they
+are bound to; substeps are taken in order and only before the step is frozen; grants are opened and closed
+in one stream, a close leaves a mark; coverage, not a count, completes a source; the end of a data connection
+fails its transfers; every transfer ends in a completion per (own rank, other rank).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_OLD_STEPS = 8
 class Slice:
     """What one source rank sends to one target rank for one transfer key."""
 
-    __slots__ = ("address", "bound", "done", "key", "pins", "saw_last", "target", "tokens")
+    __slots__ = ("address", "bound", "code", "done", "key", "pins", "saw_last", "target", "tokens")
 
     def __init__(self, key: bytes, target: int, address: str) -> None:
         self.key = key
@@ -36,6 +36,7 @@ class Slice:
         self.bound = 0  # sends not yet read through
         self.saw_last = False
         self.done = False
+        self.code = Code.OK
         self.tokens = 0  # end of what was read
         self.pins: dict[int, int] = {}  # source block -> sends that may still read it
 
@@ -290,7 +291,7 @@ class SimSender:
             piece = of_key.get(target.rank)
             if piece is None:
                 piece = of_key[target.rank] = Slice(send.key, target.rank, target.data_address)
-            if piece.done:
+            if piece.done and piece.code is not Code.OK:
                 continue
             if piece.saw_last:
                 raise Violation("send", f"a send after the last one to {target}", send.key.hex())
@@ -376,6 +377,7 @@ class SimSender:
 
     def _finish(self, piece: Slice, code: Code, detail: str) -> None:
         piece.done = True
+        piece.code = code
         for block, count in list(piece.pins.items()):
             for _ in range(count):
                 self._unpin(piece, block)

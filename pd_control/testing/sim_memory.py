@@ -50,7 +50,7 @@ class Content:
         return self.tags[position - 1] & 0xFFFF
 
     def image(self, layer: int, atom_lo: int, atom_hi: int) -> list[Row]:
-        """Per block, the row a rank with atoms [atom_lo, atom_hi) must hold."""
+        """Per block, the row a rank with atoms [atom_lo, atom_hi) must hold. Not to be changed."""
         key = (layer, atom_lo, atom_hi)
         rows = self._images.get(key)
         if rows is None:
@@ -86,9 +86,9 @@ def make_tags(rng: random.Random, length: int, prefix: list[int] | None = None) 
 
 
 class RankMemory:
-    """The KV cache of one rank: layers x blocks x (atoms x tokens)."""
+    """The KV cache of one rank: layers x blocks x (atoms x tokens). Blocks get memory when first written."""
 
-    __slots__ = ("atom_hi", "atom_lo", "block_size", "layers", "num_blocks")
+    __slots__ = ("_blank", "atom_hi", "atom_lo", "block_size", "layers", "num_blocks")
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, atom_lo: int, atom_hi: int
@@ -97,16 +97,13 @@ class RankMemory:
         self.atom_lo = atom_lo
         self.atom_hi = atom_hi
         self.num_blocks = num_blocks
-        width = (atom_hi - atom_lo) * block_size
-        self.layers: list[list[Row]] = [
-            [[POISON] * width for _ in range(num_blocks)] for _ in range(num_layers)
-        ]
+        self._blank = [POISON] * ((atom_hi - atom_lo) * block_size)
+        self.layers: list[dict[int, Row]] = [{} for _ in range(num_layers)]
 
     def wipe(self) -> None:
         """What a restarted worker finds: nothing."""
-        for layer in self.layers:
-            for row in layer:
-                row[:] = [POISON] * len(row)
+        for rows in self.layers:
+            rows.clear()
 
     def write(
         self, layer: int, blocks: Sequence[int], first: int, end: int, content: Content
@@ -116,14 +113,20 @@ class RankMemory:
         rows = self.layers[layer]
         image = content.image(layer, self.atom_lo, self.atom_hi)
         for index in range(first // size, -(-end // size)):
-            row, wanted = rows[blocks[index]], image[index]
+            block, wanted = blocks[index], image[index]
             lo = max(first - index * size, 0)
             hi = min(end - index * size, size)
             if lo == 0 and hi == size:
-                row[:] = wanted
+                rows[block] = wanted  # shared, never changed in place: see _own
             else:
+                row = self._own(rows, block)
                 for base in range(0, len(row), size):
                     row[base + lo : base + hi] = wanted[base + lo : base + hi]
+
+    def _own(self, rows: dict[int, Row], block: int) -> Row:
+        """A row of this block that may be changed in place."""
+        row = rows[block] = list(rows.get(block, self._blank))
+        return row
 
     def read(
         self, layer: int, blocks: Sequence[int], first: int, end: int, atom_lo: int, atom_hi: int
@@ -134,7 +137,7 @@ class RankMemory:
         base_lo, base_hi = (atom_lo - self.atom_lo) * size, (atom_hi - self.atom_lo) * size
         pieces: list[Piece] = []
         for index in range(first // size, -(-end // size)):
-            row = rows[blocks[index]]
+            row = rows.get(blocks[index], self._blank)
             lo = max(first - index * size, 0)
             hi = min(end - index * size, size)
             if lo == 0 and hi == size:
@@ -147,14 +150,19 @@ class RankMemory:
         return pieces
 
     def place(
-        self, layer: int, blocks: Sequence[int], pieces: list[Piece], atom_lo: int, atom_hi: int
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        pieces: list[Piece],
+        atom_lo: int,
+        atom_hi: int,
     ) -> None:
         """Put a payload that :meth:`read` made on another rank into this rank's blocks."""
         size = self.block_size
         rows = self.layers[layer]
         base_lo, base_hi = (atom_lo - self.atom_lo) * size, (atom_hi - self.atom_lo) * size
         for index, lo, hi, part in pieces:
-            row = rows[blocks[index]]
+            row = self._own(rows, blocks[index])
             if lo == 0 and hi == size:
                 row[base_lo:base_hi] = part
             else:
@@ -171,13 +179,16 @@ class RankMemory:
         content's own, or None."""
         size = self.block_size
         whole, rest = divmod(num_tokens, size)
+        blank = self._blank
         for layer, rows in enumerate(self.layers):
             image = content.image(layer, self.atom_lo, self.atom_hi)
             for index in range(whole):
-                if rows[blocks[index]] != image[index]:
-                    return self._where(layer, index, size, rows[blocks[index]], image[index])
+                row = rows.get(blocks[index], blank)
+                wanted = image[index]
+                if row is not wanted and row != wanted:
+                    return self._where(layer, index, size, row, wanted)
             if rest:
-                row, wanted = rows[blocks[whole]], image[whole]
+                row, wanted = rows.get(blocks[whole], blank), image[whole]
                 for base in range(0, len(row), size):
                     if row[base : base + rest] != wanted[base : base + rest]:
                         return self._where(layer, whole, rest, row, wanted)

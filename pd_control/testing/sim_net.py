@@ -27,6 +27,8 @@ from pd_control.testing.sim_trace import Trace
 #: A peer that was silent this long is lost: three missed beats of one second.
 HEARTBEAT_LOSS_S = 3.0
 CONNECT_TIMEOUT_S = 3.0
+#: A repeated call comes at most so long after the first: far below the life of a tombstone.
+MAX_LATE_S = 5.0
 #: First pause before a broken channel is opened again.
 RECONNECT_S = 0.05
 
@@ -429,7 +431,9 @@ class Network:
             callee.after(0.0, arrive)
             if not once and self.duplicate_call_rate and rng.random() < self.duplicate_call_rate:
                 self.trace.count("net.calls_duplicated")
-                callee.after(self.latency_s(caller, callee) * 3 * rng.random(), arrive)
+                # Soon, or long after the first one was handled and its work is over.
+                late_s = self.latency_s(caller, callee) * rng.choice((3, 300, 10_000))
+                callee.after(min(late_s, MAX_LATE_S) * rng.random(), arrive)
 
         queue.after(self.latency_s(caller, callee), deliver)
 

@@ -110,6 +110,19 @@ class Scenario:
     substep_delay_s: float  # extra, so that substeps come late as often as in time
     prefix_lengths: list[int] = field(default_factory=list)
 
+    @property
+    def is_calm(self) -> bool:
+        """Nothing breaks in it, so no transfer may end by a deadline or a lost peer."""
+        return not (
+            self.faults
+            or self.lose_call_rate
+            or self.break_channel_rate
+            or self.break_data_rate
+            or self.lose_ack_rate
+            or self.step_fail_rate
+            or (self.spike_rate and self.spike_s > 1)
+        )
+
     def without(self, drop_requests: set[int], drop_faults: set[int]) -> Scenario:
         """The same scenario with some requests (by index) and faults (by position) left out."""
         small = Scenario(**{name: getattr(self, name) for name in self.__slots__})
@@ -140,7 +153,7 @@ def draw_scenario(seed: int) -> Scenario:
     if crowd:
         num_requests = rng.randint(200, 500)
     else:
-        num_requests = max(1, min(60, int(rng.expovariate(1 / 16.5)) + 1))
+        num_requests = max(1, min(60, int(rng.expovariate(1 / 12.5)) + 1))
     step_s = rng.choice((0.005, 0.02, 0.02, 0.1, 1.0))
     tight = rnd() < 0.35  # few blocks: preemption, waiting for blocks, mutual waiting
     max_prompt = rng.choice((6, 16, 24, 40))

@@ -111,6 +111,8 @@ class World:
         while queue.run_next():
             if queue.num_run > MAX_EVENTS or queue.now_s > MAX_VIRTUAL_S:
                 raise Violation("quiescence", f"still busy after {queue.num_run} events")
+        for instance in self.instances.values():
+            instance.count_core()
         self._check_end()
 
     def _schedule_request(
@@ -397,10 +399,9 @@ class World:
         if isinstance(instance, SimDecode) and len(instance.leases):
             left = list(instance.leases)
             fail(f"leases left: {left}", *(self.root_of(x.request_id) for x in left))
-        if isinstance(instance, SimPrefill):
-            tracked = list(instance.planner.tracked())
-            if tracked:
-                fail(f"planner still tracks {tracked}", *map(self.root_of, tracked))
+        if isinstance(instance, SimPrefill) and not instance.planner.is_idle():
+            left = list(instance.planner.leases)
+            fail(f"planner is not idle, leases {left}", *(self.root_of(x.request_id) for x in left))
         held = instance.pool.held()
         if held:
             fail(f"blocks never came back: {held}")

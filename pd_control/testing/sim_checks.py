@@ -1,0 +1,38 @@
+"""Checks on a core's own account of itself (its snapshot), shared by the simulation and the pair.
+
+``waits_for_ever`` answers: is there anything in there that would wait for ever if nobody ever said another
+word? Things that the process's own engine or core thread owes are not counted: they are not waits on a
+peer, and the engine's contract covers them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Requests looked at in one snapshot; far above what a seed holds.
+ALL = 1_000_000
+
+#: P: the engine still computes these, and will say when they end.
+_ENGINE_OWNED = ("KNOWN", "PREFILLING")
+
+
+def waits_for_ever(core: Any, now_s: float) -> str:
+    """What waits without a deadline, "" if nothing does."""
+    snapshot = core.snapshot(now_s, limit=ALL)
+    problems = [_request_problem(view, snapshot["side"]) for view in snapshot["requests"]]
+    return "; ".join(p for p in problems if p)
+
+
+def _request_problem(view: dict[str, Any], side: str) -> str:
+    if side == "P":
+        for transfer in view["transfers"]:
+            if transfer["deadline"] is None and transfer["state"] not in ("DRAINING", "DONE"):
+                return f"transfer {transfer['transfer']} is {transfer['state']} without a deadline"
+            if transfer["deadline"] is None and (transfer["readers"] or transfer["tentative"]):
+                return f"transfer {transfer['transfer']} drains without a deadline"
+        if view["deadline"] is None and view["state"] == "HELD" and not view["transfers"]:
+            return f"{view['request_id']} is HELD without a deadline"
+        return ""
+    if view["deadline"] is None:
+        return f"{view['request_id']} is {view['state']} without a deadline"
+    return ""

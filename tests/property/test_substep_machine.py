@@ -1,0 +1,124 @@
+"""Substeps with per-rank acknowledgements: every order of plan, push, start, attach, freeze and ack.
+
+A prefill runs in chunks over several steps in flight on two or three ranks, each at its own pace, while
+TRANSFER_KVs arrive for one or two takers. Pushed substeps reach each rank early, in time or late; ranks
+acknowledge differently; an acknowledgement may be lost. Aborts, preemption and the end of the request may
+fall anywhere in between.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pd_control.codes import Code
+from pd_control.protocol.events import DecodeRequest, Mode, OnFailure
+from pd_control.protocol.settings import Generation, Settings
+from pd_control.testing.sim_pair import Pair
+
+NUM_TAKERS = 2
+
+
+class SubstepMachine(RuleBasedStateMachine):
+    pair: Pair
+
+    @initialize(
+        tp=st.sampled_from([(2, 1), (2, 2), (3, 1), (2, 4)]),
+        num_tokens=st.integers(3, 9),
+        policy=st.sampled_from([OnFailure.FAIL, OnFailure.RETRY]),
+    )
+    def begin(self, tp: tuple[int, int], num_tokens: int, policy: OnFailure) -> None:
+        self.pair = Pair(*tp, Settings(generation=Generation.SUBSTEP), num_tokens)
+        self.pair.p_add("r", NUM_TAKERS)
+        for index in range(NUM_TAKERS):
+            self.pair.d_add(
+                DecodeRequest(
+                    request_id=f"d{index}",
+                    content=self.pair.content,
+                    mode=Mode.DUAL,
+                    peer_instance="p",
+                    peer_address="tcp://p",
+                    remote_request_id="r",
+                    payload=0,
+                    on_failure=policy,
+                )
+            )
+            self.pair.step("d.loop")
+            self.pair.d_allocate(f"d{index}", 0)
+        # Blocks are granted at every rank and the link stands: what is left are the two calls.
+        while names := [n for n in self.pair.ready() if not n.startswith("call")]:
+            self.pair.step(names[0])
+
+    @rule(count=st.integers(1, 9))
+    def p_plans_a_step(self, count: int) -> None:
+        names = self.pair.can_schedule()
+        self.pair.p_schedule(names[0] if names else None, count)
+
+    @precondition(lambda self: any(n.startswith("call") for n in self.pair.ready()))
+    @rule(which=st.integers(0, 3))
+    def transfer_kv_arrives(self, which: int) -> None:
+        names = [n for n in self.pair.ready() if n.startswith("call")]
+        self.pair.step(names[which % len(names)])
+
+    def heads(self, *prefixes: str) -> list[str]:
+        return [n for n in self.pair.ready() if n.startswith(prefixes)]
+
+    @precondition(lambda self: self.heads("p.exec"))
+    @rule(which=st.integers(0, 5))
+    def a_rank_starts_or_freezes(self, which: int) -> None:
+        names = self.heads("p.exec")
+        self.pair.step(names[which % len(names)])
+
+    @precondition(lambda self: self.heads("p.worker"))
+    @rule(which=st.integers(0, 5))
+    def a_push_reaches_a_rank(self, which: int) -> None:
+        names = self.heads("p.worker")
+        self.pair.step(names[which % len(names)])
+
+    @precondition(lambda self: self.heads("p.out", "p.loop", "p.core"))
+    @rule(which=st.integers(0, 5))
+    def a_thread_of_p_goes_on(self, which: int) -> None:
+        names = self.heads("p.out", "p.loop", "p.core")
+        self.pair.step(names[which % len(names)])
+
+    @precondition(lambda self: self.heads("p.read", "p.report", "data", "d.", "link", "answer"))
+    @rule(which=st.integers(0, 10))
+    def bytes_and_news_move(self, which: int) -> None:
+        names = self.heads("p.read", "p.report", "data", "d.", "link", "answer")
+        self.pair.step(names[which % len(names)])
+
+    @rule(rank=st.integers(0, 2))
+    def acks_of_a_rank_get_lost(self, rank: int) -> None:
+        self.pair.lose_acks = {} if self.pair.lose_acks else {rank: None}
+
+    @rule(which=st.integers(0, NUM_TAKERS - 1))
+    def d_withdraws(self, which: int) -> None:
+        self.pair.d_abort(f"d{which}")
+
+    @rule()
+    def p_aborts(self) -> None:
+        self.pair.p_finish("r", Code.ABORTED)
+
+    @rule()
+    def p_preempts(self) -> None:
+        self.pair.p_preempt("r")
+
+    @rule()
+    def strangers_use_what_is_free(self) -> None:
+        self.pair.strangers_use_free_blocks()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.finish()
+            assert len(self.pair.outcomes) == NUM_TAKERS
+
+
+TestSubstepMachine = SubstepMachine.TestCase
+TestSubstepMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
