@@ -253,7 +253,7 @@ class Batching:
         # A request may be aborted while the step runs: its blocks must not become somebody else's
         # destination before the last rank has written them.
         blocks = [block for i in alive for block in written[i]]
-        self.pool.touch(blocks)
+        self._hold_written(blocks)
         self._steps[step] = Step(
             [parts[i] for i in alive], pending=set(range(self.spec.tp_size)), blocks=blocks
         )
@@ -321,8 +321,14 @@ class Batching:
         step.reports.append(report)
         if not step.pending:
             del self._steps[number]
-            self.pool.release(step.blocks)
+            self._drop_written(step.blocks)
             self._step_done(number, step)
+
+    def _hold_written(self, blocks: list[int]) -> None:
+        self.pool.touch(blocks)
+
+    def _drop_written(self, blocks: list[int]) -> None:
+        self.pool.release(blocks)
 
     def _step_done(self, number: int, step: Step) -> None:
         if self._prefill is not None:

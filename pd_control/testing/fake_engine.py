@@ -166,7 +166,8 @@ class FakeEngine(Batching):
         self.pool.release(block_ids[0])
 
     def void_rank(self, rank: int) -> None:
-        """Nothing is left to do: `_worker_lost` did it all when it saw the death."""
+        # What runs on it was preempted when the death was seen (`_worker_lost`).
+        self.pool.evict(range(self.pool.num_blocks))
 
     def request_loaded(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
         request = self._requests[request_id]
