@@ -83,8 +83,12 @@ class RequestLayer(StepLayer):
 
     def _on_request_preempted(self, event: RequestPreempted) -> None:
         request = self._requests.get(event.request_id)
-        if request is None:
-            return  # released; the planner lists its leases in RequestForgotten
+        if request is None:  # released; the planner lists its leases in RequestForgotten
+            released = self._forgetting.get(event.request_id)
+            if released is not None:  # steps of the next residence may come before that
+                released.residence = event.residence + 1
+                released.block_ids = ()
+            return
         if request.residence != event.residence:
             raise InvariantError(
                 f"{event.request_id}: residence {event.residence} preempted, "
@@ -175,7 +179,7 @@ class RequestLayer(StepLayer):
         if request.state is PRequestState.RELEASED:
             return
         if transfer.code is Code.OK:
-            request.takers.add(transfer.key)
+            request.takers.add(transfer.taker_key)
             self._check_taken(request)
         elif request.admitted_for == transfer.key:
             self._void(request, transfer.code, transfer.message, tell_engine=True)
