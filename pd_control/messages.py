@@ -161,7 +161,7 @@ class Abort:
     """ABRT, scheduler to scheduler: best effort, idempotent, never waited for."""
 
     kind: int
-    key: bytes  # TRANSFER: its key. TAKER: the key of the D request's first attempt (see once)
+    key: bytes  # TRANSFER: its key. TAKER: the key of the D request's first attempt (0)
     request_id: str = ""  # TAKER: P's request
     code: int = 5  # Code.ABORTED
     reason: str = ""

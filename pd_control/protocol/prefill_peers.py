@@ -184,8 +184,9 @@ class PeerLayer(RequestLayer):
         self, call_ref: int, request_id: str, request: PRequest | None, info: DInfo, key: bytes
     ) -> None:
         """An empty range: D has it all. One taker served, nothing sent."""
+        taker = info.transfer_id._replace(attempt=0).key()
         if request is None:
-            self._mark_taker(request_id, key)
+            self._mark_taker(request_id, taker)
         elif (
             info.max_tokens > request.content.num_tokens
             or request.content.digest(info.max_tokens) != info.digest
@@ -193,7 +194,7 @@ class PeerLayer(RequestLayer):
             self._refuse(call_ref, Code.BAD_REQUEST, "content digest differs")
             return
         else:
-            request.takers.add(key)
+            request.takers.add(taker)
             self._check_taken(request)
         self._done.put(key, Code.OK, self._now_s)
         self.counters.add("p_transfer.empty")

@@ -144,6 +144,11 @@ class PTransfer:
         return TransferId(*self.peer, self.d_request_id, self.attempt)
 
     @property
+    def taker_key(self) -> bytes:
+        """Names D's request among the takers, whichever try serves it."""
+        return self.key if self.attempt == 0 else self.transfer_id._replace(attempt=0).key()
+
+    @property
     def live(self) -> bool:
         return self.state not in (PTransferState.DRAINING, PTransferState.DONE)
 
@@ -204,7 +209,7 @@ class PRequest:
         self.request_id = request_id
         self.content = content
         self.num_takers = num_takers
-        self.takers: set[bytes] = set()  # served or withdrawn, by transfer key
+        self.takers: set[bytes] = set()  # served or withdrawn, by `taker_key`
         self.state = PRequestState.KNOWN
         self.admitted_for: bytes | None = None  # the transfer whose PREFILL brought it
         self.confirmed = True  # the engine has it
