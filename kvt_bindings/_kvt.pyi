@@ -189,3 +189,86 @@ def dlpack_info(array: object) -> tuple[int, list[int], list[int], int, int, int
 
 def crc32c(data: bytes, seed: int = 0) -> int:
     """CRC32C of bytes."""
+
+class CompletionSink:
+    """Where Sender and Receiver deliver completions."""
+
+class CompletionQueue(CompletionSink):
+    """Completions for a loop in this process, with one wake-up descriptor."""
+
+    def __init__(self, max_reserved: int = 65536) -> None: ...
+
+    @property
+    def wake_fd(self) -> int:
+        """
+        Readable while completions wait; for loop.add_reader. Owned by the queue.
+        """
+
+    def reserve(self, n: int = 1) -> bool: ...
+
+    def release(self, n: int = 1) -> None: ...
+
+    def push(self, *, is_load: bool, key: bytes, rank: int, other_rank: int, tokens: int, code: int = 0, detail: str = '') -> None:
+        """What native threads do; here for tests of consumers."""
+
+    def drain(self, max_items: int = 4096) -> list[tuple[str, bytes, int, int, int, int, str]]:
+        """
+        A batch, in order: ("send" or "load", key, rank, other rank, tokens, code, detail).
+        """
+
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+class NewsInbox:
+    """News that Python takes itself; see NewsChannel.inbox."""
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable while items wait."""
+
+    def take(self) -> list[tuple[str, bytes]]:
+        """All that waits: (head, packed item), in order."""
+
+class NewsChannel(CompletionSink):
+    """
+    The worker's end of its channel to the scheduler, on a native thread, without the GIL.
+    """
+
+    def __init__(self, *, kind: str = 'worker', rank: int, heartbeat_ms: int = 1000, attributes: bytes = ..., max_slots: int = 65536, link_timeout_ms: int = 3000, ack_timeout_ms: int = 30000) -> None:
+        """attributes: a packed msgpack map that LINK carries."""
+
+    def inbox(self, heads: Sequence[str]) -> NewsInbox:
+        """Take news of these heads in Python; before start()."""
+
+    def start(self) -> None: ...
+
+    def attach(self, fd: int, peer_incarnation: bytes) -> None:
+        """A connection after HELLO; the descriptor is the channel's from now on."""
+
+    def end_peer(self, detail: str) -> None:
+        """The scheduler is gone for good: its grants close, its news is dropped."""
+
+    def publish(self, head: str, item: bytes) -> None:
+        """One packed item; never blocks."""
+
+    def reserve(self, n: int = 1) -> bool: ...
+
+    def release(self, n: int = 1) -> None: ...
+
+    def flush(self, timeout_ms: int) -> bool:
+        """True once all that was published is acknowledged."""
+
+    def stop(self) -> None:
+        """FAIL to the scheduler, close, join. Idempotent."""
+
+    @property
+    def event_fd(self) -> int:
+        """Readable while events wait; owned by the channel."""
+
+    def take_events(self) -> list[tuple[str, bytes, bool, int, int, str]]:
+        """
+        ("attached" or "detached", peer incarnation, new peer, dropped items, code, detail)
+        """
+
+    def stats(self) -> dict[str, bool | bytes | int]: ...
