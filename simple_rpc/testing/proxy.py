@@ -66,6 +66,8 @@ class _End(asyncio.Protocol):
         self._on_end()
 
     def reset(self) -> None:
+        if self.transport.is_closing():
+            return
         sock = self.transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # Linger of zero seconds: closing sends RST and drops what is buffered.

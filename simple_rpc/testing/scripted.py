@@ -62,6 +62,8 @@ class ScriptedConnection:
 
     def reset(self) -> None:
         """A reset (RST): what was sent and not yet read is lost."""
+        if self.writer.is_closing():
+            return
         sock = self.writer.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
