@@ -22,7 +22,7 @@ class WorkerHost(Protocol):
 
     rank: int
     scheduler_address: str
-    identity: Identity  # the worker's own: role "worker", its engine's instance, its incarnation
+    identity: Identity  # the worker's own: its engine's instance, its incarnation
 
     @property
     def scheduler_client(self) -> Client:

@@ -15,12 +15,22 @@ from simple_rpc._codec import Schema, unpack_body
 T = TypeVar("T")
 
 ROLE_SCHEDULER = "scheduler"
-ROLE_WORKER = "worker"
 KIND_LINK = "link"  # channel between two schedulers
 KIND_WORKER = "worker"  # channel between a worker and its scheduler
 ABOUT_HEAD = "ABOU"  # first news on a link, P → D: P's HeloAttributes
 ABOUT_CHUNK_BYTES = 500  # an attribute holds 512; HELLO and LINK take scalars only
 MAX_ABOUT_CHUNKS = 30
+
+
+def worker_role(rank: int) -> str:
+    """A worker's role in HELLO. The rank is in it because a new incarnation of the same (role,
+    instance) counts as a restart, and every rank of an engine bears the engine's instance."""
+    return f"worker/{rank}"
+
+
+def is_worker(role: str) -> bool:
+    return role.startswith("worker/")
+
 
 PREFILL: Method[m.Prefill, m.Accepted] = Method(
     m.Prefill.HEAD, m.Prefill, m.Accepted, idempotent=True

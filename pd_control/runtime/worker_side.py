@@ -107,7 +107,7 @@ class WorkerSide:
         secret = network.load_secret()
         attributes = {"pid": os.getpid(), "rank": self.rank}
         self.identity = Identity(
-            wire.ROLE_WORKER, self._config.instance, self.incarnation, attributes
+            wire.worker_role(self.rank), self._config.instance, self.incarnation, attributes
         )
         self.client = Client(self.identity, secret=secret)
         self._server = Server(self.identity, secret=secret, insecure=network.data_off_loopback)
@@ -200,7 +200,7 @@ class WorkerSide:
 
     def _on_data(self, request: wire.DataRequest, context: CallContext) -> None:
         """A P worker connects. The answer (GO) is native code's, as the first thing that it sends."""
-        if context.peer.role != wire.ROLE_WORKER:
+        if not wire.is_worker(context.peer.role):
             raise RpcError(Code.BAD_REQUEST, f"data is for workers, not for {context.peer}")
         if request.target_rank != self.rank:
             raise InvalidMessageError(

@@ -82,9 +82,9 @@ class Workers:
 
     def register(self, identity: Identity, info: m.RegisterWorker) -> None:
         """REGISTER_WORKER. Raises RpcError with what does not fit."""
-        if identity.role != wire.ROLE_WORKER or identity.instance != self._instance:
+        if identity.role != wire.worker_role(info.rank) or identity.instance != self._instance:
             raise RpcError(
-                Code.BAD_REQUEST, f"expected a worker of {self._instance!r}, got {identity}"
+                Code.BAD_REQUEST, f"expected rank {info.rank} of {self._instance!r}, got {identity}"
             )
         if identity.incarnation != info.incarnation:
             raise RpcError(Code.BAD_REQUEST, "incarnation: expected that of HELLO")
@@ -190,8 +190,14 @@ class Workers:
             and worker.channel is not None
             and worker.info.incarnation == effect.incarnation
         ):
-            head, encode = wire.WORKER_ITEMS[type(effect.item)]
-            worker.channel.publish(head, encode(effect.item))
+            item = effect.item
+            head, encode = wire.WORKER_ITEMS[type(item)]
+            worker.channel.publish(head, encode(item))
+            if isinstance(item, (m.Substep, m.FrozenSends)):
+                for send in item.sends:
+                    self._trace.record(
+                        Stage.PLANNED, key=send.key, rank=effect.rank, value=send.end_token
+                    )
 
     def _is_own(self, worker: _Worker, rank: int) -> bool:
         if worker.is_dead:
