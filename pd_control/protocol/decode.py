@@ -101,7 +101,7 @@ class DecodeCore(TryLayer):
         tail = asked.recompute_tail_tokens
         tail = self.settings.recompute_tail_tokens if tail is None else tail
         tail = 0 if asked.want_first_token else tail
-        request = DRequest(asked, max(0, asked.content.num_tokens - tail))
+        request = DRequest(asked, max(0, asked.content.num_tokens - tail), self._now_s)
         self._requests[request_id] = request
         if asked.peer_instance:
             request.peer = self._peers.get_or_add(asked.peer_instance, asked.peer_address)

@@ -42,6 +42,7 @@ class DRequest:
     """One request of D, through all its tries."""
 
     __slots__ = (
+        "added_s",
         "attempt",
         "block_ids",
         "cached_tokens",
@@ -71,8 +72,9 @@ class DRequest:
         "wanted_end",
     )
 
-    def __init__(self, request: DecodeRequest, wanted_end: int) -> None:
+    def __init__(self, request: DecodeRequest, wanted_end: int, now_s: float) -> None:
         self.request = request
+        self.added_s = now_s
         self.state = DRequestState.WAITING_BLOCKS
         self.mode = request.mode
         self.wanted_end = wanted_end  # end of the tokens that P is to provide

@@ -1,7 +1,7 @@
 """What `pdctl` sees of D (R10): plain values with documented, stable keys.
 
 A request: `request_id`, `side` "D", `mode`, `state`, `outcome` (once decided), `code`, `message`,
-`attempt`, `transfer` (its id), `key`, `peer`, `tokens` [cached, wanted end), `num_blocks`,
+`age_s`, `attempt`, `transfer` (its id), `key`, `peer`, `tokens` [cached, wanted end), `num_blocks`,
 `block_ids` (inspect only), `lease`, `why_held` (a sentence), `grants` (ranks that may be written
 to), `grants_unacked`, `complete` and `missing` (pairs of own rank and source rank; "FINAL" for P's
 word), `duplicates`, `deadline` {name, in_s} or None.
@@ -38,6 +38,7 @@ def request_view(core: DecodeState, request: DRequest, now_s: float) -> dict[str
         "outcome": None if request.outcome is None else request.outcome.name,
         "code": request.code.name,
         "message": request.message,
+        "age_s": round(now_s - request.added_s, 3),
         "attempt": request.attempt,
         "transfer": str(core._transfer_id(request, request.attempt)),
         "key": request.key.hex(),

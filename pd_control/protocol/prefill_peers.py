@@ -88,7 +88,7 @@ class PeerLayer(RequestLayer):
             self._refuse(event.call_ref, Code.GONE, "admitted before")
             return
         transfer = self._open(key, message.info, event.peer, link)
-        request = PRequest(request_id, content, 1)
+        request = PRequest(request_id, content, 1, self._now_s)
         request.admitted_for = key
         request.confirmed = False
         self._requests[request_id] = request

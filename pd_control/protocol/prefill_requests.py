@@ -38,7 +38,7 @@ class RequestLayer(StepLayer):
             # id be used again, which it refuses.
             self.counters.add("request_added.released")
             return
-        request = PRequest(event.request_id, event.content, event.num_takers)
+        request = PRequest(event.request_id, event.content, event.num_takers, self._now_s)
         self._requests[event.request_id] = request
         self._gone.pop(event.request_id, self._now_s)
         request.takers |= self._early_takers.pop(event.request_id, self._now_s) or set()

@@ -183,6 +183,7 @@ class PRequest:
     """One request that P holds, or will."""
 
     __slots__ = (
+        "added_s",
         "admitted_for",
         "block_ids",
         "confirmed",
@@ -205,8 +206,9 @@ class PRequest:
         "transfers",
     )
 
-    def __init__(self, request_id: str, content: Content, num_takers: int) -> None:
+    def __init__(self, request_id: str, content: Content, num_takers: int, now_s: float) -> None:
         self.request_id = request_id
+        self.added_s = now_s
         self.content = content
         self.num_takers = num_takers
         self.takers: set[bytes] = set()  # served or withdrawn, by `taker_key`

@@ -1,6 +1,6 @@
 """What `pdctl` sees of P (R10): plain values with documented, stable keys.
 
-A request: `request_id`, `side` "P", `state`, `residence`, `planned_tokens` (computed when the
+A request: `request_id`, `side` "P", `state`, `age_s`, `residence`, `planned_tokens` (computed when the
 planned steps end), `complete_tokens` (successful on every rank), `waits_for_steps`, `num_blocks`,
 `block_ids` (inspect only), `leases` (ids), `why_held` (a sentence), `takers` [done, wanted],
 `deadline` {name, in_s} or None (the engine's, or a transfer's below), `transfers`.
@@ -61,6 +61,7 @@ def request_view(core: PrefillState, request: PRequest, now_s: float) -> dict[st
         "request_id": request.request_id,
         "side": "P",
         "state": request.state.name,
+        "age_s": round(now_s - request.added_s, 3),
         "residence": request.residence,
         "planned_tokens": request.planned_end,
         "complete_tokens": complete,
