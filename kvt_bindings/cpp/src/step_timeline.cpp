@@ -131,9 +131,15 @@ Status StepTimeline::start_step(const Incarnation& scheduler, StepId step,
   if (scheduler == scheduler_ && any_started_ && step <= last_started_) {
     return bad(step_text(step) + " after " + step_text(last_started_) + ": steps ascend");
   }
-  if (scheduler == scheduler_ && open_.size() + ending_.size() >= limits_.max_open_steps) {
-    return {Code::kBusy, std::to_string(open_.size()) + " steps are open, the oldest is " +
-                             step_text(open_.empty() ? 0 : open_.begin()->first)};
+  // Each step whose events are still waited for keeps its set, also that of an ended scheduler.
+  std::size_t num_held = ending_.size();
+  for (const auto& [id, open] : open_) {
+    if (scheduler == scheduler_ || open.num_waits > 0) ++num_held;
+  }
+  if (num_held >= limits_.max_open_steps) {
+    return {Code::kBusy, std::to_string(num_held) + " steps are open: " +
+                             (open_.empty() ? "none of this scheduler's"
+                                            : "the oldest is " + step_text(open_.begin()->first))};
   }
   if (const Status begun = begin_scheduler(scheduler, out); !begun.ok()) return begun;
 

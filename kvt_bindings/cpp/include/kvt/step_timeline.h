@@ -100,6 +100,9 @@ class StepTimeline {
   // sends fail with ABORTED, what it had kept is refused. An ended incarnation never comes back.
   Status begin_scheduler(const Incarnation& scheduler, TimelineEffects& out);
 
+  // The current scheduler has ended and no other one speaks yet.
+  void end_scheduler(TimelineEffects& out);
+
   // Adds a send to a step that has not started. GONE for an ended scheduler, BAD_REQUEST for a step
   // that has started already or a layer that is not this rank's.
   Status submit(const Incarnation& scheduler, StepId step, TimelinePart part);
@@ -185,7 +188,6 @@ class StepTimeline {
   bool is_ended(const Incarnation& scheduler) const;
   bool owns(std::uint16_t layer) const;
   Layer& layer_of(Step& step, std::uint16_t layer) { return step.layers[layer - first_layer_]; }
-  void end_scheduler(TimelineEffects& out);
   void attach(Step& step, TimelinePart part, TimelineEffects& out);
   void take_contiguous(Step& step, KeptSubsteps& from, TimelineEffects& out);
   // Leaves `parts` alone unless the verdict is kKept.
