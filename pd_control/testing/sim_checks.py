@@ -33,6 +33,7 @@ def _request_problem(view: dict[str, Any], side: str) -> str:
         if view["deadline"] is None and view["state"] == "HELD" and not view["transfers"]:
             return f"{view['request_id']} is HELD without a deadline"
         return ""
-    if view["deadline"] is None:
+    if view["deadline"] is None and not view["why_held"].endswith("may still write"):
+        # (Those last ones were declared fatal: only the death of the worker gives the blocks back.)
         return f"{view['request_id']} is {view['state']} without a deadline"
     return ""

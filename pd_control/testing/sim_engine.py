@@ -2,8 +2,8 @@
 
 It follows vLLM's shape: one core thread takes requests from a waiting queue, gives each a share of the step's
 token budget, advances ``num_computed`` when a step is *scheduled*, and registers full blocks in the prefix
-cache then, too. A step in flight holds a reference of its own on the blocks it writes, so that blocks freed
-by an abort are not handed to a remote load while a late write is still coming: that is the engine's side of
+cache then, too. A step in flight holds a reference of its own on the blocks it reads and writes, so that
+blocks freed by an abort are not handed to a remote load while the step still uses them: the engine's side of
 the lease contract.
 
 What the engine asks of its driver is in :class:`EngineHooks`; all of it is called on the core thread.
@@ -30,6 +30,7 @@ class SimRequest:
         "blocks",
         "cached_tokens",
         "content",
+        "is_void",
         "max_new_tokens",
         "num_computed",
         "num_outputs",
@@ -38,7 +39,6 @@ class SimRequest:
         "num_preemptions",
         "remote",
         "request_id",
-        "seen_s",
         "state",
         "trace_id",
     )
@@ -58,7 +58,7 @@ class SimRequest:
         self.num_placeholders = 0  # tokens scheduled to come out, not yet seen
         self.num_planned_blocks = 0  # how many of blocks the step planner has been told
         self.num_preemptions = 0
-        self.seen_s = 0.0
+        self.is_void = False  # a rank died while it waited for its load
         self.state = WAITING
 
     @property
@@ -84,7 +84,7 @@ class Item:
 
 
 class SimStep:
-    """One scheduled step. It owns one reference on every block its items write."""
+    """One scheduled step. It owns one reference on every block its items read or write."""
 
     __slots__ = (
         "acks",
@@ -188,6 +188,10 @@ class SimScheduler:
             return  # aborted meanwhile
         if request.state != REMOTE:
             raise Violation("engine", f"LOADED for {request}", request.trace_id)
+        if request.is_void:
+            self.trace.count("engine.loads_void")
+            self.run_locally(request_id)
+            return
         for index in range(num_tokens // self.block_size):
             self.pool.register(request.blocks[index], request.content.block_hash(index))
         request.state = RUNNING
@@ -246,7 +250,7 @@ class SimScheduler:
         for item in items:
             request = item.request
             size = self.block_size
-            touched = item.blocks[item.first // size : -(-item.end // size)]
+            touched = item.blocks[: -(-item.end // size)]
             self.pool.hold(touched)
             step.refs += touched
             request.num_computed = item.end
@@ -267,7 +271,11 @@ class SimScheduler:
         return Item(request, first, first + count, first + count == request.num_tokens)
 
     def _grow(self, request: SimRequest, count: int, preempted: list[SimRequest]) -> bool:
-        """Blocks for ``count`` more tokens, preempting the youngest where needed."""
+        """Blocks for ``count`` more tokens, preempting the youngest where needed. False: it waits.
+
+        A victim's blocks may stay referenced by steps in flight or by leases, so one victim a pass is
+        enough while there are any; the oldest never is one, so somebody always gets on.
+        """
         while True:
             need = -(-(request.num_computed + count) // self.block_size) - len(request.blocks)
             if need <= 0:
@@ -276,10 +284,11 @@ class SimScheduler:
             if blocks is not None:
                 request.blocks += blocks
                 return True
+            self.blocks_missing = self.blocks_missing or need - self.pool.num_free
             victim = self.running[-1]
-            self._preempt(victim, preempted)
-            if victim is request:
+            if victim is request or (preempted and self.steps):
                 return False
+            self._preempt(victim, preempted)
 
     def _preempt(self, request: SimRequest, preempted: list[SimRequest]) -> None:
         self.trace.count("engine.preemptions")
@@ -380,7 +389,11 @@ class SimScheduler:
                 self._finish(request, "finished")
 
     def worker_lost(self, rank: int) -> None:
-        """A rank's memory is gone: no step in flight counts, no block keeps its content."""
+        """A rank's memory is gone: no step in flight counts, no block keeps its content. What waits
+        for a load has lost its prefix hits and what had landed, whatever the driver says later."""
+        for request in self.requests.values():
+            if request.state == REMOTE:
+                request.is_void = True
         for step in list(self.steps.values()):
             if not step.failed:
                 step.failed = True

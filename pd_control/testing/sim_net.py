@@ -162,6 +162,8 @@ class Channel:
 
     def stall(self, side: int, delay_s: float) -> None:
         """Let nothing of this stream leave for a while (a slow reader, a full socket)."""
+        if self.lost:
+            return
         stream = self.streams[side]
         now_s = self.net.queue.now_s
         if now_s >= stream.busy_until_s:

@@ -199,12 +199,20 @@ def draw_scenario(seed: int) -> Scenario:
         if prefix_tokens == prompt_tokens and rnd() < 0.8:
             prompt_tokens += 1
         num_takers = rng.choice((2, 3)) if dual and rnd() < 0.15 else 1
+        prefill_delay_s = rnd() * rng.choice((0.05, 1, 6)) * step_s
+
+        def taker_delay_s(prefill_delay_s: float = prefill_delay_s) -> float:
+            # Half of them come while P is at it: that is where bypass and substep differ.
+            if rnd() < 0.5:
+                return prefill_delay_s + rnd() * 2.5 * step_s
+            return rnd() * rng.choice((0.05, 1, 4, 10)) * step_s
+
         gone = dual and rnd() < 0.04
         takers = [
             Taker(
                 request_id=f"r{index}.{t}",
                 decode=rng.choice(d_names),
-                delay_s=rnd() * rng.choice((0.05, 1, 4, 10)) * step_s if dual else 0.0,
+                delay_s=taker_delay_s() if dual else 0.0,
                 policy=rng.choice(policy_mix),
                 wants_first_token=rnd() < first_token_rate,
                 tail_tokens=rng.choice((0, 1, 1, 1, 1, 2, 3)),
@@ -224,7 +232,7 @@ def draw_scenario(seed: int) -> Scenario:
                 prefix=prefix,
                 prefix_tokens=prefix_tokens,
                 num_prompt_tokens=prompt_tokens,
-                prefill_delay_s=-1.0 if lost else rnd() * rng.choice((0.05, 1, 6)) * step_s,
+                prefill_delay_s=-1.0 if lost else prefill_delay_s,
                 prefill_aborts=aborts("prefill") if dual else (),
                 takers=tuple(takers),
             )
