@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
+import struct
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from .hello import ANSWER_HEADS, ClientHandshake
 from .identity import Address, Identity
 
 T = TypeVar("T")
+_pack_prefix = struct.Struct("<II").pack
 Answer = tuple[int, bytes]
 
 
@@ -175,7 +177,7 @@ class ClientConnection:
         self._future = future
         connection = self.connection
         connection.wait_until(deadline_at_s)
-        connection.write_frame(head, body)
+        connection.transport.write(_pack_prefix(head, len(body)) + body)
         return future
 
     def abandon(self) -> None:
@@ -204,7 +206,7 @@ class ClientConnection:
 
     def on_frame(self, head: int, body: bytes | None) -> None:
         future = self._future
-        if body is None or future is None:
+        if future is None or body is None:
             self.connection.abort(
                 PeerProtocolError(
                     message=f"{head_name(head)} that nobody asked for",
@@ -216,9 +218,10 @@ class ClientConnection:
             self._shake(self._handshake, head, body)
         else:
             self._future = None
-            self.connection.wait_due_s = math.inf
+            connection = self.connection
+            connection.wait_due_s = math.inf
             if self._hold_after_answer:
-                self.connection.hold()
+                connection.hold()
             if not future.done():
                 future.set_result((head, body))
 

@@ -22,10 +22,12 @@ from typing import Any, Protocol, cast
 
 from ._deadline import Clock, Watchdog
 from ._errors import ClosedError, Code, ConnectionLostError, PeerProtocolError, RpcError
-from ._frames import Frame, FrameDecoder, FrameError
+from ._frames import PREFIX_BYTES, FrameDecoder, FrameError
 from ._limits import Limits
 
-_pack_prefix = struct.Struct("<II").pack
+_PREFIX = struct.Struct("<II")
+_pack_prefix = _PREFIX.pack
+_unpack_prefix = _PREFIX.unpack_from
 
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
@@ -96,7 +98,7 @@ class Connection(asyncio.Protocol):
         watchdog: Watchdog[Connection],
         clock: Clock,
         *,
-        heads: Mapping[int, bool] | None,
+        heads: Mapping[int, bool],
         max_body_bytes: int,
         on_made: Callable[[Connection], None] | None = None,
         on_closed: Callable[[Connection], None] | None = None,
@@ -160,12 +162,12 @@ class Connection(asyncio.Protocol):
     def release(self) -> None:
         """Deliver frames again, first those that are already here."""
         self._held = False
-        if self.decoder.buffered_bytes:
+        if self.decoder.buffered:
             self._pump()
         elif self._reading_paused:
             self._resume_reading()
 
-    def take_over(self, owner: Owner, heads: Mapping[int, bool] | None) -> None:
+    def take_over(self, owner: Owner, heads: Mapping[int, bool]) -> None:
         """Make ``owner`` responsible from the next frame on, which is held back if ``hold`` was called.
         The new owner hears nothing of a connection that has already been lost: check ``is_open``."""
         self._owner = owner
@@ -217,11 +219,22 @@ class Connection(asyncio.Protocol):
         ):
             self._read_ahead(data)
             return
-        if decoder.is_whole(data):  # the usual case: one frame, nothing before or after it
-            self._deliver((int.from_bytes(data[:4], "little"), data[8:]))
-        else:
-            decoder.feed(data)
-            self._pump()
+        if not decoder.buffered and len(data) >= PREFIX_BYTES:
+            # The usual case, decided here without a call: one whole frame, nothing before or after it.
+            head, length = _unpack_prefix(data)
+            if (
+                len(data) == PREFIX_BYTES + length
+                and length <= decoder.max_body_bytes
+                and decoder.heads.get(head) is False
+            ):
+                try:
+                    self._owner.on_frame(head, data[PREFIX_BYTES:])
+                except Exception as error:
+                    self._owner_failed(error)
+                    raise
+                return
+        decoder.feed(data)
+        self._pump()
 
     def eof_received(self) -> None:
         # Half-closed peers are not served: the protocol has no use for them, and a peer that is gone must
@@ -232,8 +245,10 @@ class Connection(asyncio.Protocol):
         self._watchdog.unwatch(self)
         if self._error is None:
             how = f"{type(exc).__name__}: {exc}" if exc is not None else "closed by the peer"
-            if self.decoder.buffered_bytes and not self._held:
-                how += f" in the middle of a frame ({self.decoder.buffered_bytes} bytes of it received)"
+            if len(self.decoder.buffered) and not self._held:
+                how += (
+                    f" in the middle of a frame ({len(self.decoder.buffered)} bytes of it received)"
+                )
             self._lose(ConnectionLostError(message=f"connection {how}", peer=self.peer_name))
         self._closed()
 
@@ -245,7 +260,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._write_paused = False
         self._send_due_s = math.inf
-        if not self._held and self.decoder.buffered_bytes:
+        if not self._held and len(self.decoder.buffered):
             self._pump()
         elif self._reading_paused and not self._held:
             self._resume_reading()
@@ -289,20 +304,19 @@ class Connection(asyncio.Protocol):
                 if frame is None:
                     break
                 self._frame_due_s = math.inf
-                self._deliver(frame)
+                try:
+                    self._owner.on_frame(*frame)
+                except Exception as error:
+                    self._owner_failed(error)
+                    raise
         except FrameError as error:
             self._violated(error)
             return
         self._after_pump()
 
-    def _deliver(self, frame: Frame) -> None:
-        try:
-            self._owner.on_frame(*frame)
-        except (
-            Exception
-        ) as error:  # an owner must not raise: whatever waits here must not wait for ever
-            self.abort(RpcError(Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
-            raise
+    def _owner_failed(self, error: Exception) -> None:
+        """An owner must not raise. If it does, whatever waits for this connection must not wait for ever."""
+        self.abort(RpcError(Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
 
     def _after_pump(self) -> None:
         if self._error is not None:
@@ -311,7 +325,7 @@ class Connection(asyncio.Protocol):
             self._write_paused and self.answer_before_reading
         )
         if waiting_for_peer:
-            if self.decoder.buffered_bytes and self._frame_due_s == math.inf:
+            if len(self.decoder.buffered) and self._frame_due_s == math.inf:
                 self._frame_due_s = self._clock.now() + self._limits.frame_s
                 self._watchdog.expect(self._frame_due_s)
             if self._reading_paused:
@@ -323,7 +337,7 @@ class Connection(asyncio.Protocol):
         if self._error is not None:
             return  # closing: whatever still comes is of no interest
         self.decoder.feed(data)
-        if not self._reading_paused and self.decoder.buffered_bytes > self._limits.read_ahead_bytes:
+        if not self._reading_paused and len(self.decoder.buffered) > self._limits.read_ahead_bytes:
             self._reading_paused = True
             self.transport.pause_reading()
 
@@ -361,9 +375,9 @@ class Connection(asyncio.Protocol):
             raise ValueError(
                 "a TLS connection cannot be handed over: its keys live in this process"
             )
-        if self.decoder.buffered_bytes:
+        if self.decoder.buffered:
             raise ValueError(
-                f"{self.decoder.buffered_bytes} bytes were read ahead; nothing may follow"
+                f"{len(self.decoder.buffered)} bytes were read ahead; nothing may follow"
             )
         if self.transport.get_write_buffer_size():
             raise ValueError(f"{self.transport.get_write_buffer_size()} bytes are still unsent")

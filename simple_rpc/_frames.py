@@ -18,7 +18,6 @@ HEAD_BYTES = 4
 PREFIX_BYTES = 8  # head and length
 
 _PREFIX = struct.Struct("<II")
-_unpack_prefix = _PREFIX.unpack_from
 _pack_prefix = _PREFIX.pack
 
 
@@ -56,59 +55,47 @@ class FrameError(Exception):
 class FrameDecoder:
     """An incremental decoder for one direction of one connection.
 
-    ``heads`` maps each head that is allowed now to whether it is raw; None allows every head that is
-    made of letters, framed. It is consulted anew for each frame, so the owner may replace or mutate it
-    between frames; so may it change ``max_body_bytes``. After a ``FrameError`` the decoder is
-    poisoned: it raises the same error again and keeps no bytes.
+    ``heads`` maps each head that is allowed now to whether it is raw. It is consulted anew for each frame,
+    so the owner may replace or mutate it between frames; so may it change ``max_body_bytes``. After a
+    ``FrameError`` the decoder is poisoned: it raises the same error again and keeps no bytes.
     """
 
-    __slots__ = ("_buffer", "_error", "heads", "max_body_bytes")
+    __slots__ = ("_error", "buffered", "heads", "max_body_bytes")
 
-    def __init__(self, max_body_bytes: int, heads: Mapping[int, bool] | None = None) -> None:
+    def __init__(self, max_body_bytes: int, heads: Mapping[int, bool]) -> None:
         self.max_body_bytes = max_body_bytes
         self.heads = heads
-        self._buffer = bytearray()
+        self.buffered = bytearray()
+        """Bytes received and not yet returned: empty exactly between two frames with nothing read ahead.
+        Read-only for others."""
         self._error: FrameError | None = None
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes received and not yet returned: 0 exactly between two frames with nothing read ahead."""
-        return len(self._buffer)
+        return len(self.buffered)
 
     def feed(self, data: bytes) -> None:
         """Append received bytes. Dropped after an error."""
         if self._error is None:
-            self._buffer += data
-
-    def is_whole(self, data: bytes) -> bool:
-        """True if nothing is pending and ``data`` is exactly one allowed, framed frame: then it need not go
-        through the buffer, and its parts are ``data[:4]`` and ``data[8:]``."""
-        if self._buffer or len(data) < PREFIX_BYTES or self.heads is None:
-            return False
-        head, length = _unpack_prefix(data)
-        return (
-            len(data) == PREFIX_BYTES + length
-            and length <= self.max_body_bytes
-            and self.heads.get(head) is False
-            and self._error is None
-        )
+            self.buffered += data
 
     def next_frame(self) -> Frame | None:
         """The next frame, or None if more bytes are needed. Raises ``FrameError``."""
         if self._error is not None:
             raise self._error
-        buffer = self._buffer
+        buffer = self.buffered
         if len(buffer) < HEAD_BYTES:
             return None
-        if len(buffer) < PREFIX_BYTES:
-            head, length = int.from_bytes(buffer[:HEAD_BYTES], "little"), -1
-        else:
-            head, length = _unpack_prefix(buffer)
-        if self._is_raw(head):
+        head = int.from_bytes(buffer[:HEAD_BYTES], "little")
+        is_raw = self.heads.get(head)
+        if is_raw is None:
+            self._fail("unknown_head", f"head {head_name(head)} is not known here")
+        if is_raw:
             del buffer[:HEAD_BYTES]
             return head, None
-        if length < 0:
+        if len(buffer) < PREFIX_BYTES:
             return None
+        length = int.from_bytes(buffer[HEAD_BYTES:PREFIX_BYTES], "little")
         if length > self.max_body_bytes:
             self._fail(
                 "body_too_large",
@@ -123,23 +110,12 @@ class FrameDecoder:
 
     def take_buffered(self) -> bytes:
         """All bytes read ahead, which are then no longer the decoder's: for a raw callback."""
-        data = bytes(self._buffer)
-        self._buffer.clear()
+        data = bytes(self.buffered)
+        self.buffered.clear()
         return data
 
-    def _is_raw(self, head: int) -> bool:
-        heads = self.heads
-        if heads is None:
-            if not head.to_bytes(HEAD_BYTES, "little").isalpha():
-                self._fail("bad_head", f"head {head_name(head)} is not four ASCII letters")
-            return False
-        raw = heads.get(head)
-        if raw is None:
-            self._fail("unknown_head", f"head {head_name(head)} is not known here")
-        return bool(raw)
-
     def _fail(self, reason: str, message: str) -> None:
-        self._buffer.clear()
+        self.buffered.clear()
         self._error = FrameError(reason, message)
         raise self._error
 

@@ -32,7 +32,7 @@ from .methods import pack_fail, unpack_call
 if TYPE_CHECKING:
     import socket
 
-    from .server import Server
+    from .server import PeerCalls, Server
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,11 @@ class Session:
 
     __slots__ = (
         "_call_start_s",
+        "_calls",
         "_cancel_error",
         "_entry",
         "_handshake",
+        "_has_started",
         "_is_detached",
         "_is_draining",
         "_is_refused",
@@ -54,19 +56,20 @@ class Session:
         "task",
     )
 
-    peer: Identity | None
+    peer: Identity  # once the handshake is complete
     connection: Connection
+    _calls: PeerCalls
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._handshake: ServerHandshake | None = ServerHandshake(
             server.identity, server.secret, server.versions
         )
-        self.peer = None
         self.task: asyncio.Task[None] | None = None
         self._entry: Entry | None = None
         self._cancel_error: RpcError | None = None
         self._call_start_s = 0.0
+        self._has_started = False
         self._is_detached = False
         self._is_draining = False
         self._is_refused = False
@@ -103,7 +106,7 @@ class Session:
             self._is_refused = True
             self._refuse(refusal)
             return
-        connection.wait_until(server.clock.now() + server.limits.handshake_s)
+        connection.wait_until(server.now() + server.limits.handshake_s)
 
     def _closed(self, connection: Connection) -> None:
         self._server.forget(self)
@@ -147,18 +150,13 @@ class Session:
                 )
             )
         elif self.task is not None:
-            self._cancel_error = RpcError(
-                Code.TIMEOUT, "the caller's deadline passed in the handler"
-            )
-            self.task.cancel()
+            self._cancel(RpcError(Code.TIMEOUT, "the caller's deadline passed in the handler"))
         else:
             self._server.metrics.count("server.closed.idle")
             self.connection.close(ClosedError(message=f"no call for {limits.idle_s} s"))
 
     def on_shutdown(self, error: RpcError) -> None:
-        if self.task is not None:
-            self._cancel_error = error
-            self.task.cancel()
+        self._cancel(error)
 
     def drain(self) -> None:
         """Close now, or after the call in progress."""
@@ -183,10 +181,11 @@ class Session:
             server = self._server
             self._handshake = None
             self.peer = handshake.peer
+            self._calls = server.calls_of(handshake.peer)
             server.established(self)
             connection.decoder.heads = server.heads
             connection.decoder.max_body_bytes = server.limits.max_body_bytes
-            connection.wait_until(server.clock.now() + server.limits.idle_s)
+            connection.wait_until(server.now() + server.limits.idle_s)
         else:
             connection.decoder.heads = handshake.heads
         connection.transport.write(answer)
@@ -202,23 +201,23 @@ class Session:
 
     def _call_typed(self, entry: TypedEntry, body: bytes) -> None:
         server = self._server
-        now_s = self._call_start_s = server.clock.now()
-        peer = self.peer
-        assert peer is not None
+        now_s = self._call_start_s = server.now()
         try:
             timeout_ms, request = entry.method.unpack_request(body)
-            # The caller's remaining time, counted from now: clocks of two machines are never compared.
-            deadline = Deadline(now_s + min(timeout_ms / 1000.0, server.limits.max_call_s))
-            server.begin_call(peer)
+            if not timeout_ms:
+                raise RpcError(Code.TIMEOUT, "the caller's deadline had passed on arrival")
+            server.begin_call(self._calls)
         except RpcError as error:
             self._fail(entry, error)
             return
+        # The caller's remaining time, counted from now: clocks of two machines are never compared.
+        deadline_at_s = now_s + min(timeout_ms / 1000.0, server.limits.max_call_s)
         self._entry = entry
-        context = CallContext(self, peer, deadline)
+        context = CallContext(self, self.peer, Deadline(deadline_at_s))
         if entry.is_coroutine:
             connection = self.connection
             connection.hold()
-            connection.wait_until(deadline.at_s)
+            connection.wait_until(deadline_at_s)
             self.task = server.loop.create_task(self._run(entry, request, context))
             return
         try:
@@ -229,9 +228,11 @@ class Session:
             self._finish(entry, response, None)
 
     async def _run(self, entry: TypedEntry, request: Any, context: CallContext) -> None:
-        response, failure = None, None
+        response, failure = None, self._cancel_error
+        self._has_started = True
         try:
-            response = await entry.handler(request, context)
+            if failure is None:
+                response = await entry.handler(request, context)
         except asyncio.CancelledError:
             # Ours (the deadline, a shutdown), or the handler's own doing: the caller gets an answer anyway.
             failure = self._cancel_error or RpcError(Code.ABORTED, "the handler was cancelled")
@@ -241,8 +242,17 @@ class Session:
             self.connection.abort(ClosedError(message="the server's process is ending"))
             raise
         self.task = None
+        self._has_started = False
         self._cancel_error = None
         self._finish(entry, response, failure)
+
+    def _cancel(self, error: RpcError) -> None:
+        """End the call in progress with ``error`` (unless its handler finishes in spite of it)."""
+        if self.task is not None:
+            self._cancel_error = error
+            # A task cancelled before its first step would never run a line, ours included.
+            if self._has_started:
+                self.task.cancel()
 
     def _as_rpc_error(self, entry: TypedEntry, error: Exception) -> RpcError:
         if isinstance(error, RpcError):
@@ -254,8 +264,7 @@ class Session:
     def _finish(self, entry: TypedEntry, response: Any, failure: RpcError | None) -> None:
         """The call has an outcome: answer it, and be ready for the next."""
         server = self._server
-        assert self.peer is not None
-        server.end_call(self.peer)
+        server.end_call(self._calls)
         self._entry = None
         if self._is_detached:
             server.metrics.call("server", entry.name, Code.OK, self._elapsed_s())
@@ -276,7 +285,7 @@ class Session:
                 )
             else:
                 self.connection.write_frame(OKAY, body)
-                now_s = server.clock.now()
+                now_s = server.now()
                 server.metrics.call("server", entry.name, Code.OK, now_s - self._call_start_s)
                 self._ready(now_s)
 
@@ -284,7 +293,7 @@ class Session:
         server = self._server
         server.metrics.call("server", entry.name, error.code, self._elapsed_s())
         self.connection.write_frame(FAIL, pack_fail(server.pack, error))
-        self._ready(server.clock.now())
+        self._ready(server.now())
 
     def _ready(self, now_s: float) -> None:
         """Between two calls: idle, unless the next one has been read ahead."""
@@ -298,17 +307,16 @@ class Session:
                 connection.release()
 
     def _elapsed_s(self) -> float:
-        return self._server.clock.now() - self._call_start_s
+        return self._server.now() - self._call_start_s
 
     # Raw methods
 
     def _call_raw(self, entry: Entry) -> None:
         assert isinstance(entry, RawEntry)
         server = self._server
-        now_s = self._call_start_s = server.clock.now()
-        assert self.peer is not None
+        now_s = self._call_start_s = server.now()
         try:
-            server.begin_call(self.peer)
+            server.begin_call(self._calls)
         except BusyError as error:
             self._refuse(error)  # what follows the head cannot be skipped
             return
@@ -320,9 +328,12 @@ class Session:
     async def _run_raw(self, entry: RawEntry) -> None:
         """Any exception ends the connection: where in its stream it stands is not known."""
         server, connection = self._server, self.connection
+        self._has_started = True
         reader, writer = open_streams(connection)
         code, message = Code.OK, ""
         try:
+            if self._cancel_error is not None:
+                raise self._cancel_error
             await entry.callback(reader, writer)
         except asyncio.CancelledError:
             failure = self._cancel_error or RpcError(Code.ABORTED, "the callback was cancelled")
@@ -336,23 +347,22 @@ class Session:
             code, message = Code.INTERNAL, f"the callback of {entry.name} raised"
         finally:
             self.task = None
+            self._has_started = False
             self._cancel_error = None
             self._entry = None
-            assert self.peer is not None
-            server.end_call(self.peer)
+            server.end_call(self._calls)
             server.metrics.call("server", entry.name, code, self._elapsed_s())
         if code is not Code.OK:
             connection.abort(RpcError(code, message))
             return
         close_streams(connection, reader)
-        self._ready(server.clock.now())
+        self._ready(server.now())
 
     # Channels and hand-overs
 
     def _open_channel(self, body: bytes) -> None:
         server, connection = self._server, self.connection
-        self._call_start_s = server.clock.now()
-        assert self.peer is not None
+        self._call_start_s = server.now()
         connection.hold()
         try:
             _, fields = unpack_call(body)
@@ -372,7 +382,7 @@ class Session:
             if connection.owner is self:
                 server.metrics.call("server", "LINK", failure.code, self._elapsed_s())
                 connection.write_frame(FAIL, pack_fail(server.pack, failure))
-                self._ready(server.clock.now())
+                self._ready(server.now())
             else:
                 connection.close(failure)
         else:
@@ -381,14 +391,12 @@ class Session:
     def detach(self) -> DetachedSocket:
         if self._entry is None or self._is_detached:
             raise ValueError("detach is for a handler, during its call, once")
-        peer = self.peer
-        assert peer is not None
         duplicate: socket.socket = self.connection.detach()
         self._is_detached = True
-        return DetachedSocket(duplicate, peer)
+        return DetachedSocket(duplicate, self.peer)
 
     def describe(self) -> str:
-        who = str(self.peer) if self.peer is not None else "a stranger"
+        who = "a stranger" if self._handshake is not None else str(self.peer)
         return f"{who} at {self.connection.peer_name}"
 
     def __repr__(self) -> str:

@@ -31,7 +31,15 @@ class Method(Generic[Req, Resp]):
     Raises ``ValueError`` or ``TypeError`` at definition for a head or a type that cannot work.
     """
 
-    __slots__ = ("_request", "_response", "head", "idempotent", "name")
+    __slots__ = (
+        "_decode_request",
+        "_decode_response",
+        "_encode_request",
+        "_encode_response",
+        "head",
+        "idempotent",
+        "name",
+    )
 
     def __init__(
         self,
@@ -46,55 +54,51 @@ class Method(Generic[Req, Resp]):
         if self.head in RESERVED_HEADS:
             raise ValueError(f"head {head} belongs to the protocol")
         self.idempotent = idempotent
-        self._request: Schema[Req] | None = None if request is None else Schema(request)
-        self._response: Schema[Resp] | None = None if response is None else Schema(response)
+        request_schema = _Nothing() if request is None else Schema(request)
+        response_schema = _Nothing() if response is None else Schema(response)
+        self._encode_request: Callable[[Req], tuple[Any, ...]] = request_schema.encode
+        self._decode_request: Callable[[Any], Any] = request_schema.decode
+        self._encode_response: Callable[[Resp], tuple[Any, ...]] = response_schema.encode
+        self._decode_response: Callable[[Any], Any] = response_schema.decode
 
     def __repr__(self) -> str:
         return f"<Method {self.name}{' idempotent' if self.idempotent else ''}>"
 
     def pack_request(self, pack: Pack, timeout_ms: int, request: Req) -> bytes:
         """Raises ``InvalidMessageError`` if the request is of another type or cannot be packed."""
-        schema = self._request
-        fields = _encode(None, request) if schema is None else schema.encode(request)
-        return _pack(pack, (timeout_ms, fields), self.name)
+        try:
+            return pack((timeout_ms, self._encode_request(request)))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidMessageError(message=f"{self.name}: cannot be packed: {error}") from None
 
     def unpack_request(self, body: bytes) -> tuple[int, Req]:
         """``(timeout_ms, request)``. Raises ``InvalidMessageError``."""
         timeout_ms, fields = unpack_call(body)
-        if self._request is not None:
-            return timeout_ms, self._request.decode(fields)
-        return timeout_ms, _decode(None, fields)
+        return timeout_ms, self._decode_request(fields)
 
     def pack_response(self, pack: Pack, response: Resp) -> bytes:
-        return _pack(pack, _encode(self._response, response), self.name)
+        try:
+            return pack(self._encode_response(response))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidMessageError(message=f"{self.name}: cannot be packed: {error}") from None
 
     def unpack_response(self, body: bytes) -> Resp:
         """Raises ``InvalidMessageError``."""
-        response: Resp = _decode(self._response, unpack_body(body))
+        response: Resp = self._decode_response(unpack_body(body))
         return response
 
 
-def _encode(schema: Schema[Any] | None, value: Any) -> tuple[Any, ...]:
-    if schema is not None:
-        return schema.encode(value)
-    if value is not None:
-        raise InvalidMessageError(message=f"expected None, got {type(value).__name__}")
-    return ()
+class _Nothing:
+    """The schema of a request or response without fields: None."""
 
+    def encode(self, value: Any) -> tuple[Any, ...]:
+        if value is not None:
+            raise InvalidMessageError(message=f"expected None, got {type(value).__name__}")
+        return ()
 
-def _decode(schema: Schema[Any] | None, fields: Any) -> Any:
-    if schema is not None:
-        return schema.decode(fields)
-    if type(fields) is not list:
-        raise InvalidMessageError(message=f"expected an array, got {type(fields).__name__}")
-    return None
-
-
-def _pack(pack: Pack, value: Any, name: str) -> bytes:
-    try:
-        return pack(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidMessageError(message=f"{name}: cannot be packed: {error}") from None
+    def decode(self, fields: Any) -> None:
+        if type(fields) is not list:
+            raise InvalidMessageError(message=f"expected an array, got {type(fields).__name__}")
 
 
 def unpack_call(body: bytes) -> tuple[int, Any]:

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from ._client_connection import run_until
 from ._codec import new_pack
@@ -49,6 +50,15 @@ class ServerStats:
     """Connections that we ended for something the peer did, by reason."""
 
 
+class PeerCalls:
+    """Calls in progress of one peer, over all its connections."""
+
+    __slots__ = ("__weakref__", "num_running")
+
+    def __init__(self) -> None:
+        self.num_running = 0
+
+
 class Server:
     """Serves methods and channels on any number of addresses. One event loop; its thread only.
 
@@ -78,6 +88,7 @@ class Server:
         self.versions = versions
         self.metrics: Metrics = metrics if metrics is not None else Counters()
         self.clock: Clock = clock or LoopClock()
+        self.now = self.clock.now
         self.watchdog: Watchdog[Connection] = Watchdog(self.clock)
         self.pack = new_pack()
         self.entries: dict[int, Entry] = {}
@@ -90,7 +101,7 @@ class Server:
         self._sessions: set[Session] = set()
         self._num_handshaking = 0
         self._num_accepted = 0
-        self._in_flight: dict[tuple[str, bytes], int] = {}
+        self._peer_calls: WeakValueDictionary[tuple[str, bytes], PeerCalls] = WeakValueDictionary()
         self._num_calls = 0
         self._closed: dict[str, int] = {}
         self._log_after_s: dict[str, float] = {}
@@ -287,24 +298,25 @@ class Server:
             if not self._sessions:
                 self._notify()
 
-    def begin_call(self, peer: Identity) -> None:
-        """Raises ``BusyError`` if the peer has too many calls in progress."""
+    def calls_of(self, peer: Identity) -> PeerCalls:
+        """The counter that all connections of one peer share, for as long as it has any."""
         key = (peer.instance, peer.incarnation)
-        num = self._in_flight.get(key, 0)
-        if num >= self.limits.max_in_flight_per_peer:
-            raise BusyError(message=f"{num} calls of {peer} are in progress")
-        self._in_flight[key] = num + 1
+        calls = self._peer_calls.get(key)
+        if calls is None:
+            calls = self._peer_calls[key] = PeerCalls()
+        return calls
+
+    def begin_call(self, calls: PeerCalls) -> None:
+        """Raises ``BusyError`` if the peer has too many calls in progress."""
+        if calls.num_running >= self.limits.max_in_flight_per_peer:
+            raise BusyError(message=f"{calls.num_running} calls of this peer are in progress")
+        calls.num_running += 1
         self._num_calls += 1
 
-    def end_call(self, peer: Identity) -> None:
-        key = (peer.instance, peer.incarnation)
-        num = self._in_flight[key] - 1
-        if num:
-            self._in_flight[key] = num
-        else:
-            del self._in_flight[key]
+    def end_call(self, calls: PeerCalls) -> None:
+        calls.num_running -= 1
         self._num_calls -= 1
-        if not self._num_calls:
+        if self._all_gone is not None and not self._num_calls:
             self._notify()
 
     def note_closed(self, session: Session, error: RpcError) -> None:
