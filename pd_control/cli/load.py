@@ -34,6 +34,7 @@ class Result:
     total_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    request_id: str = ""  # the server's
     error: str = ""
 
 
@@ -67,6 +68,7 @@ async def complete(
                 if "error" in event:
                     result.error = str(event["error"].get("message", event["error"]))
                     return result
+                result.request_id = event.get("id", "")
                 now = time.monotonic()
                 for choice in event.get("choices", ()):
                     new = choice.get("token_ids") or []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def hand_off_overhead(split: Sequence[Result], whole: Sequence[Result]) -> dict[
     }
 
 
-def draw(path: Path, series: dict[str, Sequence[Result]], title: str) -> None:
+def draw(path: Path, series: Mapping[str, Sequence[Result]], title: str) -> None:
     """Both latency distributions as cumulative curves, one colour an engine; SVG or PNG by suffix.
 
     Raises:

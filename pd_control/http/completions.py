@@ -155,6 +155,8 @@ class CompletionServer:
         model: the name that ``/v1/models`` and answers carry.
         health: returns "" while the engine can serve, else why not (answered with 503).
         metrics: the Prometheus text of ``/metrics``.
+        answer_params: what goes into an answer as ``kv_transfer_params``, for routers that ask P first.
+        control_info: what ``/pd`` tells a proxy: engine_id, control_host, control_port, role.
     """
 
     def __init__(
@@ -166,9 +168,11 @@ class CompletionServer:
         health: Callable[[], str] = lambda: "",
         metrics: Callable[[], Awaitable[bytes]] | None = None,
         answer_params: Callable[[Request], dict[str, Any] | None] = lambda request: None,
+        control_info: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._front, self._tokenizer, self._model = front, tokenizer, model
         self._health, self._metrics, self._answer_params = health, metrics, answer_params
+        self._control_info = control_info
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(
             [
@@ -176,8 +180,15 @@ class CompletionServer:
                 web.get("/v1/models", self._models),
                 web.get("/health", self._get_health),
                 web.get("/metrics", self._get_metrics),
+                web.get("/pd", self._get_control),
             ]
         )
+
+    async def _get_control(self, _: web.Request) -> web.Response:
+        info = self._control_info()
+        if info is None:
+            return error_response(404, "this engine has no control plane", "not_found")
+        return web.json_response(info)
 
     async def _get_health(self, _: web.Request) -> web.Response:
         reason = self._health()

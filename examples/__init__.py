@@ -1,0 +1,1 @@
+"""Runnable examples. Each is a module: ``python -m examples.NAME --help``."""
