@@ -128,6 +128,11 @@ class Pair:
             side, effect = self.outbox.popleft()
             self.deliver(side, effect)
 
+    def pump_until(self, kind: type[fx.Effect]) -> None:
+        """Deliver until an effect of this type is next."""
+        while self.outbox and not isinstance(self.outbox[0][1], kind):
+            self.deliver(*self.outbox.popleft())
+
     def take(self, kind: type[T], where: Callable[[T], bool] = lambda _: True) -> list[T]:
         """Remove the undelivered effects of this type from the outbox and return them."""
         found: list[T] = []
