@@ -154,9 +154,10 @@ void SocketSendConnection::linger() {
   while (true) {
     wake_.acknowledge();
     std::vector<Command> commands;
+    bool destroyed = false;
     {
       const std::lock_guard held(mutex_);
-      if (destroyed_ && inbox_.empty()) return;
+      destroyed = destroyed_;
       commands.swap(inbox_);
     }
     for (Command& command : commands) {
@@ -165,6 +166,7 @@ void SocketSendConnection::linger() {
       command.events->on_source_released(command.transfer);
       command.events->on_result(command.transfer, end_.code, 0, end_.detail);
     }
+    if (destroyed) return;
     pollfd wake{wake_.fd(), POLLIN, 0};
     if (!wake_.is_pending() && poll(&wake, 1, -1) > 0) wake_.drain();
   }
