@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -317,7 +316,4 @@ async def serve_app(app: web.Application, host: str, port: int) -> tuple[web.App
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()
-    server = site._server
-    assert isinstance(server, asyncio.AbstractServer)
-    real = server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-    return runner, int(real)
+    return runner, int(runner.addresses[0][1])
