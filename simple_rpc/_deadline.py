@@ -159,6 +159,7 @@ class Watchdog(Generic[W]):
         self.armed_at_s = math.inf
         now_s = self._clock.now()
         for item in [item for item in self._watched if item.due_at_s() <= now_s]:
-            item.on_due(now_s)
+            if item in self._watched:  # not unwatched by what the others did
+                item.on_due(now_s)
         if self._watched:
             self.expect(min(item.due_at_s() for item in self._watched))
