@@ -205,6 +205,12 @@ class ClientHandshake:
         """The frame to send back, or None. Raises ``RpcError``."""
         if head == FAIL:
             raise _refusal(body)
+        if head != OKAY:
+            raise PeerProtocolError(
+                message=f"{head_name(head)} is no answer",
+                details={"reason": "bad_answer"},
+                phase=Phase.HELLO,
+            )
         if self._claimed is not None:  # the answer to AUTH
             self.peer = self._claimed
             return None
