@@ -53,6 +53,8 @@ class SimDecode(SimInstance):
     def make_core(self) -> None:
         self.core = DecodeCore(self.me, self.topology, self.world.settings)
         self.leases = LeaseTable(PoolRefs(self))
+        #: What the core said of each request, for good.
+        self.told: dict[str, CoreCommand] = {}
         self.process.after(0.0, self._find_peers)
 
     def _find_peers(self) -> None:
@@ -219,6 +221,11 @@ class SimDecode(SimInstance):
 
     def run_command(self, command: CoreCommand) -> None:
         trace = self.world.trace
+        if isinstance(command, RequestLoaded | RequestFailed | RecomputeRequest):
+            if command.request_id in self.told:
+                text = f"the engine is told {self.told[command.request_id]!r}, then {command!r}"
+                raise Violation("one outcome", text, self.world.root_of(command.request_id))
+            self.told[command.request_id] = command
         if isinstance(command, RequestLoaded):
             trace.count("decode.loaded")
             self.engine.loaded(command.request_id, command.num_tokens, command.first_token)

@@ -240,7 +240,8 @@ def draw_scenario(seed: int) -> Scenario:
     requests.sort(key=lambda r: r.arrival_s)
 
     faults: list[Fault] = []
-    fault_level = rng.choices((0, 1, 2, 6), (35, 30, 20, 15))[0]
+    calm = rnd() < 0.2
+    fault_level = 0 if calm else rng.choices((0, 1, 2, 6), (25, 35, 24, 16))[0]
     for _ in range(fault_level):
         kind: FaultKind = rng.choice(
             (
@@ -274,7 +275,7 @@ def draw_scenario(seed: int) -> Scenario:
                 factor=rng.choice((3.0, 10.0, 40.0)),
             )
         )
-    lossy = rnd() < 0.4
+    lossy = not calm and rnd() < 0.4
     return Scenario(
         seed=seed,
         instances=instances,
@@ -286,16 +287,17 @@ def draw_scenario(seed: int) -> Scenario:
         generation=rng.choice(("step", "bypass", "substep", "substep")),
         transport=rng.choice(("tcp", "tcp", "cma")),
         choose=rng.choice(("round_robin", "least_loaded")),
-        deadline_scale=rng.choice((0.2, 1.0)),
+        # Deadlines shorter than a few steps would expire without any fault.
+        deadline_scale=1.0 if step_s >= 1.0 else rng.choice((0.2, 1.0)),
         latency_s=rng.choice((0.0001, 0.0005, 0.005)),
         spike_rate=rng.choice((0.0, 0.05, 0.2)),
-        spike_s=rng.choice((0.01, 0.2, 1.5)),
+        spike_s=rng.choice((0.01, 0.2, 0.2 if calm else 1.5)),
         lose_call_rate=rng.choice((0.01, 0.1)) if lossy else 0.0,
         duplicate_call_rate=rng.choice((0.0, 0.1)),
         break_channel_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
         break_data_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
-        lose_ack_rate=rng.choice((0.0, 0.0, 0.05)),
-        step_fail_rate=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        lose_ack_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.05)),
+        step_fail_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.0, 0.05)),
         refuse_rate=rng.choice((0.0, 0.0, 0.05)),
         substep_delay_s=rng.choice((0.0, 0.5, 1.0)) * step_s,
         prefix_lengths=prefix_lengths,

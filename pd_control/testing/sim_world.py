@@ -27,6 +27,17 @@ MAX_EVENTS = 5_000_000
 #: Nothing in a scenario needs more virtual time.
 MAX_VIRTUAL_S = 50_000.0
 
+#: What no core may ever count where nothing breaks: these deadlines are for faults only.
+CALM_NEVER = (
+    *(f"p.deadline.{name}" for name in ("ack", "drain", "queue", "send")),
+    *(f"d.deadline.{name}" for name in ("call", "connect", "grant_close", "grant_open")),
+    *(f"d.deadline.{name}" for name in ("load", "progress")),
+    *(f"p.p_transfer.failed.{name}" for name in ("CORRUPT", "INTERNAL", "PEER_LOST", "TIMEOUT")),
+    *(f"d.d_request.failure.{name}" for name in ("CORRUPT", "INTERNAL", "PEER_LOST")),
+    "fatal.workers",
+    "load_done.TIMEOUT",
+)
+
 _POLICY = {
     "fail": OnFailure.FAIL,
     "recompute": OnFailure.RECOMPUTE,
@@ -375,6 +386,10 @@ class World:
             raise Violation("one outcome", f"no outcome for {missing}", *roots)
         for instance in self.instances.values():
             self._check_instance_end(instance)
+        if self.scenario.is_calm:
+            found = [name for name in CALM_NEVER if self.trace.counts[name]]
+            if found:
+                raise Violation("calm", f"nothing broke, and still: {', '.join(found)}")
 
     def _check_instance_end(self, instance: SimInstance) -> None:
         name = instance.spec.name

@@ -32,6 +32,7 @@ class RequestMachine(RuleBasedStateMachine):
         policy=st.sampled_from(list(OnFailure)),
         tail=st.integers(0, 2),
         num_tokens=st.integers(2, 9),
+        disruptions=st.integers(0, 3),
     )
     def begin(
         self,
@@ -42,7 +43,10 @@ class RequestMachine(RuleBasedStateMachine):
         policy: OnFailure,
         tail: int,
         num_tokens: int,
+        disruptions: int,
     ) -> None:
+        # A few disruptions a run: with more, hardly anything would ever get far enough to be disrupted.
+        self.left = disruptions
         self.pair = Pair(*tp, Settings(generation=generation), num_tokens)
         self.dual = dual
         self.num_takers = num_takers
@@ -83,14 +87,16 @@ class RequestMachine(RuleBasedStateMachine):
         limit = (self.pair.content.num_tokens - 1) // 2
         self.pair.d_allocate(next(iter(self.pair.d_waiting)), 2 * min(cached_blocks, limit))
 
-    @precondition(lambda self: self.on_d)
+    @precondition(lambda self: self.left and (self.on_d))
     @rule(which=st.integers(0, 1))
     def client_leaves_d(self, which: int) -> None:
+        self.left -= 1
         self.pair.d_abort(f"d{which % self.on_d}")
 
-    @precondition(lambda self: self.pair.runs)
+    @precondition(lambda self: self.left and (self.pair.runs))
     @rule(which=st.integers(0, 3))
     def client_leaves_p(self, which: int) -> None:
+        self.left -= 1
         names = list(self.pair.runs)
         self.pair.p_finish(names[which % len(names)], Code.ABORTED)
 
@@ -101,9 +107,10 @@ class RequestMachine(RuleBasedStateMachine):
         names = self.pair.can_schedule()
         self.pair.p_schedule(names[which % len(names)] if names else None, count)
 
-    @precondition(lambda self: self.pair.runs)
+    @precondition(lambda self: self.left and (self.pair.runs))
     @rule(which=st.integers(0, 3))
     def p_preempts(self, which: int) -> None:
+        self.left -= 1
         names = list(self.pair.runs)
         self.pair.p_preempt(names[which % len(names)])
 
@@ -123,9 +130,10 @@ class RequestMachine(RuleBasedStateMachine):
     def a_call_is_repeated(self, which: int) -> None:
         self.pair.duplicate_call(self.calls()[which % len(self.calls())])
 
-    @precondition(lambda self: self.calls() + self.answers())
+    @precondition(lambda self: self.left and (self.calls() + self.answers()))
     @rule(which=st.integers(0, 3))
     def a_call_or_answer_is_lost(self, which: int) -> None:
+        self.left -= 1
         names = self.calls() + self.answers()
         self.pair.lose(names[which % len(names)])
 
@@ -135,13 +143,16 @@ class RequestMachine(RuleBasedStateMachine):
     def answers(self) -> list[str]:
         return [n for n in self.pair.ready() if n.startswith("answer")]
 
-    @precondition(lambda self: self.pair.link_up)
+    @precondition(lambda self: self.left and (self.pair.link_up))
     @rule()
     def the_link_is_lost(self) -> None:
+        self.left -= 1
         self.pair.break_link()
 
+    @precondition(lambda self: self.left)
     @rule(which=st.integers(0, 5))
     def a_data_connection_breaks(self, which: int) -> None:
+        self.left -= 1
         self.pair.fail_send(which)
 
     @rule()
@@ -149,9 +160,12 @@ class RequestMachine(RuleBasedStateMachine):
         self.pair.strangers_use_free_blocks()
 
     # Workers that answer late are fatal by rule (R3); here they answer before time passes.
-    @precondition(lambda self: not any(n.startswith(WORKER_QUEUES) for n in self.pair.ready()))
+    @precondition(
+        lambda self: self.left and not any(n.startswith(WORKER_QUEUES) for n in self.pair.ready())
+    )
     @rule()
     def time_passes(self) -> None:
+        self.left -= 1
         self.pair.let_time_pass()
 
     # -- what must hold ------------------------------------------------------------------------
@@ -169,8 +183,8 @@ class RequestMachine(RuleBasedStateMachine):
 
 TestRequestMachine = RequestMachine.TestCase
 TestRequestMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
+    max_examples=250,
+    stateful_step_count=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

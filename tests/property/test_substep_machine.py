@@ -27,8 +27,12 @@ class SubstepMachine(RuleBasedStateMachine):
         tp=st.sampled_from([(2, 1), (2, 2), (3, 1), (2, 4)]),
         num_tokens=st.integers(3, 9),
         policy=st.sampled_from([OnFailure.FAIL, OnFailure.RETRY]),
+        disruptions=st.integers(0, 2),
     )
-    def begin(self, tp: tuple[int, int], num_tokens: int, policy: OnFailure) -> None:
+    def begin(
+        self, tp: tuple[int, int], num_tokens: int, policy: OnFailure, disruptions: int
+    ) -> None:
+        self.left = disruptions
         self.pair = Pair(*tp, Settings(generation=Generation.SUBSTEP), num_tokens)
         self.pair.p_add("r", NUM_TAKERS)
         for index in range(NUM_TAKERS):
@@ -88,20 +92,28 @@ class SubstepMachine(RuleBasedStateMachine):
         names = self.heads("p.read", "p.report", "data", "d.", "link", "answer")
         self.pair.step(names[which % len(names)])
 
+    @precondition(lambda self: self.left)
     @rule(rank=st.integers(0, 2))
     def acks_of_a_rank_get_lost(self, rank: int) -> None:
+        self.left -= 1
         self.pair.lose_acks = {} if self.pair.lose_acks else {rank: None}
 
+    @precondition(lambda self: self.left)
     @rule(which=st.integers(0, NUM_TAKERS - 1))
     def d_withdraws(self, which: int) -> None:
+        self.left -= 1
         self.pair.d_abort(f"d{which}")
 
+    @precondition(lambda self: self.left)
     @rule()
     def p_aborts(self) -> None:
+        self.left -= 1
         self.pair.p_finish("r", Code.ABORTED)
 
+    @precondition(lambda self: self.left)
     @rule()
     def p_preempts(self) -> None:
+        self.left -= 1
         self.pair.p_preempt("r")
 
     @rule()
@@ -116,7 +128,7 @@ class SubstepMachine(RuleBasedStateMachine):
 
 TestSubstepMachine = SubstepMachine.TestCase
 TestSubstepMachine.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
