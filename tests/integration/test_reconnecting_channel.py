@@ -179,7 +179,7 @@ async def test_a_wire_that_splits_delays_and_cuts_at_random(clock, scheduler, se
             return Faults(
                 delay_s=rng.choice([0, 0.001, 0.01]),
                 split=rng.choice([0, 1, 5, 64]),
-                cut_at=rng.randrange(300, 3000) if n < 60 else None,
+                cut_at=rng.randrange(300, 2000) if n < 60 else None,
             )
 
         return some(), some()
@@ -189,7 +189,7 @@ async def test_a_wire_that_splits_delays_and_cuts_at_random(clock, scheduler, se
         start = asyncio.ensure_future(worker.news.start(Deadline.after(1e6, clock)))
         await until(start.done, clock, step_s=0.001)
         start.result()
-        num = 3000
+        num = 8000
         published = 0
 
         def go_on() -> bool:
@@ -291,11 +291,12 @@ async def test_giving_up_is_a_loss_told_once_and_by_its_deadline(clock, schedule
         await until(lambda: worker.channel.state is ChannelState.DETACHED)
         lost_at_s = clock.now()
         await until(lambda: worker.lost, clock, step_s=0.05)
-        assert 28.0 <= clock.now() - lost_at_s <= 30.0
+        # The clock runs on for the turns that the last attempt's end takes to be noticed.
+        assert 28.0 <= clock.now() - lost_at_s <= 33.0
         assert worker.lost[0].code is Code.PEER_LOST
         assert "the last attempt" in str(worker.lost[0])
         num_connections = proxy.num_connections
-        assert 25 <= num_connections <= 90, "backed off, and not more than about once a second"
+        assert 5 <= num_connections <= 90, "it went on trying, about once a second at most"
         clock.advance(100.0)
         await settle()
         assert len(worker.lost) == 1
@@ -517,9 +518,10 @@ async def test_a_process_killed_and_restarted_at_its_port_is_a_new_peer(processe
     )
     news.channel.on("DOWN", lambda items: None)
     await asyncio.wait_for(news.start(Deadline.after(20.0)), GUARD_S)
-    lines = [await process.line()]
-    while "registration-1" not in lines[-1]:
-        lines.append(await process.line())
+    assert await process.line() == "got registration-1-dropped-0"
+    acknowledged = asyncio.Event()
+    news.channel.when_flushed(acknowledged.set)
+    await asyncio.wait_for(acknowledged.wait(), GUARD_S)
     detached = asyncio.Event()
     news.channel.on_detached = lambda error: detached.set()
     process.kill()
