@@ -200,7 +200,7 @@ class PrefillDriver(Protocol):
 
     def blocks_wanted(self, num_blocks: int) -> None:
         """Requests of this engine wait for that many blocks (0: none any more): old holds may have
-        to go. Say it when it changes."""
+        to go. Say it after each scheduling pass; a repetition costs nothing."""
         ...
 
     def drain(self) -> int:

@@ -21,6 +21,7 @@ from pd_control.protocol.effects import (
 )
 from pd_control.protocol.errors import EngineContractError
 from pd_control.protocol.events import (
+    BlocksWanted,
     PlannedRequest,
     RequestFinished,
     RequestForgotten,
@@ -104,6 +105,8 @@ class StepPlanner:
         self._writers: list[dict[int, int]] = []  # per group: block id → last step that writes it
         self._written: dict[int, list[tuple[int, int]]] = {}  # unfinished step → (group, block)
         self._last_step = 0
+        self._wanted_blocks = 0  # as last told to the loop
+        self._released_then = 0  # leases released when it was told
 
     # --- from the engine ------------------------------------------------------------------------
 
@@ -166,6 +169,20 @@ class StepPlanner:
             raise EngineContractError(f"request {request_id!r} finished twice")
         running.finished = True
         return RequestFinished(request_id, code, first_token)
+
+    def want_blocks(self, num_blocks: int) -> BlocksWanted | None:
+        """After a scheduling pass: its requests still wait for so many blocks. Returns what to post.
+
+        The loop lets holds go for each event and cannot see what that brought: the blocks may be
+        shared with other holds, or be gone to a request that then left the same number missing.
+        So the number is told again whenever leases have come back since it was told.
+        """
+        released = sum(self.leases.released.values())
+        is_old = num_blocks == self._wanted_blocks
+        if is_old and (num_blocks == 0 or released == self._released_then):
+            return None
+        self._wanted_blocks, self._released_then = num_blocks, released
+        return BlocksWanted(num_blocks)
 
     # --- from the loop --------------------------------------------------------------------------
 

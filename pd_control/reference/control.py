@@ -66,7 +66,6 @@ class ControlPort:
         self._tracked: set[str] = set()  # on P's driver
         self._remote: set[str] = set()  # on D's driver, until it has said how that ended
         self._unplaced: deque[Sequence] = deque()  # on D, waiting for blocks
-        self._blocks_wanted = 0
         scheduler.before_finish = self._before_finish
         scheduler.before_preempt = self._before_preempt
 
@@ -144,11 +143,9 @@ class ControlPort:
             self.prefill.step_finished(step, reports)
 
     def tell_blocks_wanted(self) -> None:
-        """P's driver hears how many blocks are missing whenever that changes."""
-        missing = self._scheduler.num_blocks_missing
-        if missing != self._blocks_wanted and self.prefill is not None:
-            self._blocks_wanted = missing
-            self.prefill.blocks_wanted(missing)
+        """P's driver hears after each pass how many blocks are missing."""
+        if self.prefill is not None:
+            self.prefill.blocks_wanted(self._scheduler.num_blocks_missing)
 
     # -- what the scheduler tells ------------------------------------------------------------------
 

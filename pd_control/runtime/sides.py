@@ -195,7 +195,7 @@ class PrefillSide(_Side):
         self._post_if(self.planner.finish_request(request_id, code, first_token))
 
     def blocks_wanted(self, num_blocks: int) -> None:
-        self._post(ev.BlocksWanted(num_blocks))
+        self._post_if(self.planner.want_blocks(num_blocks))
 
     def _post_if(self, event: ev.PrefillEvent | None) -> None:
         if event is not None:

@@ -115,7 +115,6 @@ class Batching:
         self._running: dict[str, FakeRequest] = {}
         self._steps: dict[int, Step] = {}
         self._step_numbers = itertools.count(1)
-        self._blocks_wanted = 0
         self.num_steps = 0
 
     # -- leaving ------------------------------------------------------------------------------------
@@ -185,14 +184,12 @@ class Batching:
         self._tell_wanted()
 
     def _tell_wanted(self) -> None:
-        """P's driver hears how many blocks are missing whenever that changes."""
+        """P's driver hears after each pass how many blocks are missing."""
         missing = 0
         if self._waiting:
             missing = max(0, self._blocks_for(len(self._waiting[0].tokens)) - self.pool.num_free)
-        if missing != self._blocks_wanted:
-            self._blocks_wanted = missing
-            if self._prefill is not None:
-                self._prefill.blocks_wanted(missing)
+        if self._prefill is not None:
+            self._prefill.blocks_wanted(missing)
 
     def _schedule(self) -> None:
         """One pass: admit what fits, then start a step if there is something to compute."""
