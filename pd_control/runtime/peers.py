@@ -53,7 +53,8 @@ class _Links:
     def close(self, effect: fx.CloseLink) -> None:
         channel = self._links.pop((effect.peer, effect.link_id), None)
         if channel is not None:
-            channel.close(message="this link is not needed any more")
+            # What was said on it still arrives: the peer judges for itself what does not fit.
+            channel.when_flushed(lambda: channel.close(message="this link is not needed any more"))
 
     def close_all(self, message: str) -> None:
         links, self._links = self._links, {}

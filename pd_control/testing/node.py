@@ -25,6 +25,7 @@ from pd_control.testing.fake_engine import EngineSpec, FakeEngine
 from pd_control.testing.fake_model import CacheShard
 from pd_control.testing.fake_worker import OpenDriver, WorkerSpec
 from pd_control.testing.loopback_plane import Hub, LoopbackPlane
+from pd_control.trace import Stage
 
 PlaneKind = Literal["loopback", "kvt"]
 KVT_ENTRY = "pd_control.testing.kvt_worker:open_kvt_worker"  # loaded only where it is used
@@ -161,6 +162,10 @@ class Node:
 
     def on_core(self, function: Callable[[], Any]) -> Any:
         return self.engine.call(function)
+
+    def has_stage(self, stage: Stage) -> bool:
+        """Whether any request has reached it in this process."""
+        return any(event.stage is stage for event in self.runtime.trace.events())
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Runs `function` on the runtime's loop thread and returns its result."""
