@@ -95,8 +95,12 @@ class Connection final : public SendConnection {
       Transfer& t = open_[handle];
       t.events = events;
       t.open = open;
+      last_opened_ = handle;
       ++num_opened;
       if (!lost_.ok()) return finish(handle, lost_.code, 0, lost_.detail);
+      if (const auto it = cancelled_.find(handle); it != cancelled_.end()) {
+        return finish(handle, it->second.code, 0, it->second.detail);
+      }
       if (!behaviour_.refuse_open.ok()) {
         finish(handle, behaviour_.refuse_open.code, 0, behaviour_.refuse_open.detail);
       }
@@ -123,7 +127,11 @@ class Connection final : public SendConnection {
     });
   }
   void cancel(TransferHandle handle, Code code, std::string detail) override {
-    put([this, handle, code, detail = std::move(detail)] { finish(handle, code, 0, detail); },
+    put(
+        [this, handle, code, detail = std::move(detail)] {
+          if (open_.contains(handle)) return finish(handle, code, 0, detail);
+          if (handle > last_opened_) cancelled_[handle] = {code, detail};  // it overtook the open
+        },
         true);
   }
   void close(Code code, std::string detail) override {
@@ -225,8 +233,10 @@ class Connection final : public SendConnection {
   TransferHandle next_ = 1;
   bool held_ = false;
   bool is_lost_ = false;
-  Status lost_;                              // the thread's own
-  std::map<TransferHandle, Transfer> open_;  // the thread's own
+  Status lost_;                                 // the thread's own
+  TransferHandle last_opened_ = 0;              // the thread's own
+  std::map<TransferHandle, Status> cancelled_;  // the thread's own
+  std::map<TransferHandle, Transfer> open_;     // the thread's own
   std::thread thread_;
 };
 
