@@ -69,6 +69,13 @@ class NewsChannel::Impl {
 
   void on_peer_ended(std::function<void(const Incarnation&)> callback) {
     if (thread_.joinable()) throw Error(Code::kBadRequest, "news channel: started already");
+    if (peer_ended_) {  // the sender and the receiver both want to know
+      callback = [first = std::move(peer_ended_),
+                  second = std::move(callback)](const Incarnation& incarnation) {
+        first(incarnation);
+        second(incarnation);
+      };
+    }
     peer_ended_ = std::move(callback);
   }
 

@@ -63,7 +63,7 @@ class NewsChannel : public CompletionSink {
   // Takes news of this head, e.g. "GRNT". BAD_REQUEST if it is taken or the channel was started.
   void on(const char (&head)[5], Handler handler);
   // A scheduler incarnation is over: another one attached, the same one forgot us, or end_peer().
-  // Called before anything of the next one is delivered.
+  // Called before anything of the next one is delivered; several callbacks in the order given.
   void on_peer_ended(std::function<void(const Incarnation&)> callback);
 
   void start();
