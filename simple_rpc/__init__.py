@@ -2,6 +2,7 @@
 
 from ._codec import MaxLen, Range
 from ._deadline import Clock, Deadline
+from ._entries import CallContext
 from ._errors import (
     AuthenticationError,
     BusyError,
@@ -31,6 +32,7 @@ __all__ = [
     "AuthenticatedConnection",
     "AuthenticationError",
     "BusyError",
+    "CallContext",
     "Client",
     "Clock",
     "ClosedError",

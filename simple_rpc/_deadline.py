@@ -115,12 +115,13 @@ class Watchdog(Generic[W]):
     seconds and more, which is what network deadlines are.
     """
 
-    __slots__ = ("_clock", "_timer", "_watched", "armed_at_s")
+    __slots__ = ("_clock", "_on_empty", "_timer", "_watched", "armed_at_s")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._watched: set[W] = set()
         self._timer: TimerHandle | None = None
+        self._on_empty: Callable[[], None] | None = None
         self.armed_at_s = math.inf
         """When the timer fires; hot paths compare with it before they call ``expect``."""
 
@@ -136,6 +137,16 @@ class Watchdog(Generic[W]):
 
     def unwatch(self, item: W) -> None:
         self._watched.discard(item)
+        if not self._watched and self._on_empty is not None:
+            on_empty, self._on_empty = self._on_empty, None
+            on_empty()
+
+    def when_empty(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once, when nothing is watched any more (at once if that is so)."""
+        if self._watched:
+            self._on_empty = callback
+        else:
+            callback()
 
     def expect(self, at_s: float) -> None:
         """A watched object may be due at ``at_s``."""

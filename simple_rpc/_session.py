@@ -150,7 +150,7 @@ class Session:
                 )
             )
         elif self.task is not None:
-            self._cancel(RpcError(Code.TIMEOUT, "the caller's deadline passed in the handler"))
+            self._cancel(_deadline_passed("in the handler"))
         else:
             self._server.metrics.count("server.closed.idle")
             self.connection.close(ClosedError(message=f"no call for {limits.idle_s} s"))
@@ -205,7 +205,7 @@ class Session:
         try:
             timeout_ms, request = entry.method.unpack_request(body)
             if not timeout_ms:
-                raise RpcError(Code.TIMEOUT, "the caller's deadline had passed on arrival")
+                raise _deadline_passed("on arrival")
             server.begin_call(self._calls)
         except RpcError as error:
             self._fail(entry, error)
@@ -404,3 +404,7 @@ class Session:
         if self._entry is not None:
             doing = f"in {self._entry.name}"
         return f"<Session {self.describe()} {doing}>"
+
+
+def _deadline_passed(where: str) -> RpcError:
+    return RpcError(Code.TIMEOUT, f"the caller's deadline passed {where}", {"reason": "deadline"})

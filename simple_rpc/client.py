@@ -190,7 +190,9 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """End everything now: calls in progress fail with ``ClosedError``. May be called twice."""
+        """End everything now: calls in progress fail with ``ClosedError``. May be called twice.
+
+        Returns when the connections are gone, at the latest after twice ``close_s``."""
         self._is_closed = True
         error = ClosedError(message="the client is closed")
         for _, pool in self._pools.items():  # noqa: PERF102 (not a dict)
@@ -201,10 +203,15 @@ class Client:
         for item in self._watchdog.watched():
             item.shut_down(error)
         self._pools.clear()
-        # Transports tell of their end in the loop's next iterations; nothing here waits for the network.
-        await asyncio.sleep(0)
-        if not len(self._watchdog):
-            self._watchdog.close()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchdog.when_empty(lambda: None if ended.done() else ended.set_result(None))
+        try:
+            # What is written is flushed, at most for close_s (the watchdog cuts then).
+            await asyncio.wait_for(ended, 2 * self.limits.close_s)
+        except asyncio.TimeoutError:
+            for item in self._watchdog.watched():
+                item.transport.abort()
+        self._watchdog.close()
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """For each peer with a pool, by address: connections ``idle``, ``busy``, ``opening``, and calls
@@ -244,6 +251,8 @@ class Client:
                 connection.close("the client is closed")
                 return now_s
             waiter = pool.release(connection)
+            while waiter is not None and waiter.done():  # cancelled in this very turn of the loop
+                waiter = pool.release(connection)
             if waiter is None:
                 connection.connection.wait_until(now_s + self.limits.pool_idle_s)
             else:
@@ -279,7 +288,7 @@ class Client:
         try:
             await connection.open(deadline.at_s)
         except BaseException:
-            _wake(pool.open_failed())
+            _wake(pool, pool.open_failed())
             raise
         connection.pool = pool
         connection.on_gone = self._gone
@@ -315,7 +324,7 @@ class Client:
                 # Cancelled in the very moment in which it was served: what it got goes to the next.
                 given = waiter.result()
                 if given is None:
-                    _wake(pool.open_failed())
+                    _wake(pool, pool.open_failed())
                 else:
                     self._release(pool, given)
             raise
@@ -323,7 +332,7 @@ class Client:
             timer.cancel()
 
     def _gone(self, connection: ClientConnection) -> None:
-        _wake(connection.pool.lost(connection))
+        _wake(connection.pool, connection.pool.lost(connection))
 
     async def _expected(
         self,
@@ -357,8 +366,10 @@ class Client:
         return connection
 
 
-def _wake(waiter: _Waiter | None) -> None:
+def _wake(pool: _PeerPool, waiter: _Waiter | None) -> None:
     """There is room for one more connection, already counted as opening for this waiter."""
+    while waiter is not None and waiter.done():  # cancelled in this very turn of the loop
+        waiter = pool.open_failed()
     if waiter is not None:
         waiter.set_result(None)
 
@@ -391,7 +402,10 @@ def _response(
             phase=Phase.ANSWER,
             peer=str(connection.address),
         ) from None
-    raise RemoteError(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
+    # Whose timer was quicker, the server's or ours, makes no difference to the caller.
+    is_deadline = code is Code.TIMEOUT and details.get("reason") == "deadline"
+    cls = DeadlineError if is_deadline else RemoteError
+    raise cls(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
 
 
 __all__ = ["AuthenticatedConnection", "Client"]
