@@ -159,7 +159,11 @@ class TransferLayer(PrefillState):
 
     def _on_send_done(self, event: SendDone) -> None:
         transfer = self._transfers.get(event.key)
-        if self._workers.get(event.rank) != event.incarnation or transfer is None:
+        if (
+            self._workers.get(event.rank) != event.incarnation
+            or transfer is None
+            or not self._can_have_sent(transfer)
+        ):
             self.counters.add("send_done.unknown")
             return
         rank = event.rank
@@ -190,6 +194,13 @@ class TransferLayer(PrefillState):
         elif not transfer.completion.rank_missing(rank):
             self._reader_gone(transfer, rank)
             self._check_all_sent(transfer)
+
+    @staticmethod
+    def _can_have_sent(transfer: PTransfer) -> bool:
+        """Whether a rank may have got a send of it. SEND_DONE can overtake the `StepPlanned` that
+        carries it, so an offer to the core thread is enough."""
+        waiting = (PTransferState.PARKED, PTransferState.QUEUED)
+        return transfer.state not in waiting or transfer.offered_residence != 0
 
     def _on_transfer_withdrawn(self, event: TransferWithdrawn) -> None:
         transfer = self._transfers.get(event.key)

@@ -266,9 +266,11 @@ class Pair:
         self.to_p(ev.RequestAdded(effect.request_id, effect.content))
 
     def _p_AbortRequest(self, effect: fx.AbortRequest) -> None:
-        event = self.planner.finish_request(effect.request_id, Code.ABORTED)
-        if event is not None:
-            self.to_p(event)
+        running = self.planner._running.get(effect.request_id)
+        if running is not None and not running.finished:
+            event = self.planner.finish_request(effect.request_id, Code.ABORTED)
+            if event is not None:
+                self.to_p(event)
 
     def _plan_command(self, effect: Any) -> None:
         event = self.planner.apply(effect)
