@@ -2,7 +2,8 @@
 
 Hand-off into the loop (`call`, `submit`)
   callers        any thread, the loop thread included. Never blocks (a short lock).
-  order          what `call` and `submit` accept starts in the order of acceptance.
+  order          what `call` and `submit` accept starts in the order of acceptance: a coroutine takes
+                 its first step before what was accepted after it.
   after close    `close` first refuses: LoopClosedError. Everything accepted before still starts;
                  nothing runs once `close` has returned. Every future given out completes.
 Hand-off out of the loop: `simple_rpc.mailbox.Mailbox`.
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -107,7 +109,9 @@ class LoopThread:
         self._monitor = LagMonitor(lag_limit_s)
         self._lock = threading.Lock()
         self._state = _State.NEW
-        self._entries: list[Callable[[], None]] = []
+        # Entries return True if they started a task, whose first step must come before the next entry.
+        self._entries: deque[Callable[[], bool]] = deque()
+        self._is_yielding = False
         self._is_wake_sent = False
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -198,11 +202,12 @@ class LoopThread:
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Runs `function(*args)` on the loop thread, soon. It must not block and not raise."""
 
-        def entry() -> None:
+        def entry() -> bool:
             try:
                 function(*args)
             except Exception as error:
                 self.fail(f"call of {_name_of(function)} raised", error)
+            return False
 
         self._enter(entry)
 
@@ -216,22 +221,23 @@ class LoopThread:
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def entry() -> None:
+        def entry() -> bool:
             if future.cancelled():
-                return
+                return False
             try:
                 task = self.loop.create_task(function(*args), name=_name_of(function))
             except Exception as error:
                 _settle(future, None, error)
-                return
+                return False
             self._tasks[task] = _Owner(Scope.REQUEST, None, future)
             task.add_done_callback(self._task_done)
             future.add_done_callback(lambda future: self._future_done(future, task))
+            return True
 
         self._enter(entry)
         return future
 
-    def _enter(self, entry: Callable[[], None]) -> None:
+    def _enter(self, entry: Callable[[], bool]) -> None:
         with self._lock:
             if self._state is not _State.RUNNING:
                 raise LoopClosedError(message=f"loop thread {self.name!r} is {self._state.value}")
@@ -312,7 +318,8 @@ class LoopThread:
         if not was_asked_to:
             self.fail("the loop ended without being asked to", error)
         try:
-            self._run_entries()  # accepted, but the loop ended before their turn: they start too
+            while self._entries:  # accepted, but the loop died before their turn: they start too
+                self._entries.popleft()()
             loop.run_until_complete(self._cancel_all())
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException:
@@ -325,14 +332,28 @@ class LoopThread:
         loop.close()
 
     def _run_entries(self) -> None:
+        """Runs what was accepted, in order. A wake-up that comes while this is yielding to a task's
+        first step changes nothing: the rest runs after that step."""
+        if self._is_yielding:
+            return
         with self._lock:
-            entries, self._entries = self._entries, []
             self._is_wake_sent = False
-            is_closing = self._state is _State.CLOSING
-        for entry in entries:
-            entry()
-        if is_closing:
+            num = len(self._entries)  # what is accepted meanwhile waits for the next turn
+        for _ in range(num):
+            if self._entries.popleft()() and self._entries:
+                self._is_yielding = True
+                self.loop.call_soon(self._go_on)
+                return
+        with self._lock:
+            is_done = self._state is _State.CLOSING and not self._entries
+        if is_done:
             self.loop.stop()
+        elif self._state is _State.CLOSING:
+            self.loop.call_soon(self._run_entries)
+
+    def _go_on(self) -> None:
+        self._is_yielding = False
+        self._run_entries()
 
     async def _cancel_all(self) -> None:
         """Cancels every task on the loop, and those they start meanwhile, until none is left."""

@@ -90,6 +90,27 @@ def test_a_call_from_the_loop_itself_runs_after_what_was_accepted_before(loop_th
     assert seen == [1, 2, 3]
 
 
+def test_a_coroutine_takes_its_first_step_before_what_was_accepted_after_it(loop_thread):
+    seen: list[int] = []
+
+    async def step(i: int) -> None:
+        seen.append(i)
+        await asyncio.sleep(0)
+
+    gate = threading.Event()
+    loop_thread.call(gate.wait, GUARD_S)  # everything below is accepted in one turn
+    futures = []
+    for i in range(0, 300, 3):
+        loop_thread.call(seen.append, i)
+        futures.append(loop_thread.submit(step, i + 1))
+        loop_thread.call(lambda i=i: loop_thread.call(lambda: None) or seen.append(i + 2))
+    gate.set()
+    for future in futures:
+        future.result(GUARD_S)
+    run(loop_thread, lambda: None)
+    assert seen == list(range(300))
+
+
 def test_many_threads_each_see_their_own_order_and_nothing_is_lost(loop_thread):
     seen: list[tuple[int, int]] = []
     start = threading.Barrier(8)
