@@ -70,12 +70,13 @@ class Content:
     not change the first `num_tokens` of them while the request lives.
     """
 
-    __slots__ = ("_identity", "_token_ids", "num_tokens")
+    __slots__ = ("_digest", "_identity", "_token_ids", "num_tokens")
 
     def __init__(self, token_ids: Sequence[int], identity: bytes) -> None:
         self._token_ids = token_ids
         self._identity = identity
         self.num_tokens = len(token_ids)
+        self._digest: tuple[int, bytes] = (-1, b"")  # the last one asked for, and of how many
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -93,13 +94,16 @@ class Content:
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"expected 0..{self.num_tokens} tokens, got {num_tokens}")
+        if self._digest[0] == num_tokens:
+            return self._digest[1]
         ids = array("I", self._token_ids[:num_tokens])
         if sys.byteorder == "big":
             ids.byteswap()
         h = blake2b(self._identity, digest_size=DIGEST_BYTES)
         h.update(num_tokens.to_bytes(8, "little"))
-        h.update(ids.tobytes())
-        return h.digest()
+        h.update(ids)
+        self._digest = (num_tokens, h.digest())
+        return self._digest[1]
 
 
 def prefill_request_id(transfer: TransferId) -> str:

@@ -102,8 +102,9 @@ class StepPlanner:
         self._block_sizes = block_sizes
         self._running: dict[str, _Running] = {}
         self._offers: dict[str, dict[bytes, _Offer]] = {}
-        self._writers: list[dict[int, int]] = []  # per group: block id → last step that writes it
-        self._written: dict[int, list[tuple[int, int]]] = {}  # unfinished step → (group, block)
+        # Unfinished step → per group the blocks that it writes. Sets: asked once per new request,
+        # kept up for every block of every step, so that side must run at C speed.
+        self._written: dict[int, list[set[int]]] = {}
         self._last_step = 0
         self._wanted_blocks = 0  # as last told to the loop
         self._released_then = 0  # leases released when it was told
@@ -136,9 +137,7 @@ class StepPlanner:
     def step_finished(self, step: int) -> None:
         """Every rank has reported the end of the step, or never will. Post the `StepFinished` events
         first. Hits on its blocks are hits on complete KV from now on."""
-        for group, block in self._written.pop(step, ()):
-            if self._writers[group].get(block) == step:
-                del self._writers[group][block]
+        self._written.pop(step, None)
 
     def preempt(self, request_id: str) -> RequestPreempted | None:
         """The engine takes the request's blocks back (None: not tracked; nothing to post)."""
@@ -309,30 +308,28 @@ class StepPlanner:
         return sizes if isinstance(sizes, int) else sizes[group]
 
     def _writers_of_hits(self, running: _Running, first_token: int) -> tuple[int, ...]:
-        if first_token == 0 or not self._writers:
+        """The unfinished steps that write a block which the request's prefix hits; ascending."""
+        if first_token == 0:
             return ()
-        steps = set()
-        for group, writers in enumerate(self._writers):
-            if writers and group < len(running.block_ids):
-                num_hits = -(-first_token // self._block_size(group))
-                for block in running.block_ids[group][:num_hits]:
-                    step = writers.get(block)
-                    if step is not None:
-                        steps.add(step)
-        return tuple(sorted(steps))
+        hits = [
+            blocks[: -(-first_token // self._block_size(group))]
+            for group, blocks in enumerate(running.block_ids)
+        ]
+        return tuple(
+            step
+            for step, groups in self._written.items()
+            if any(not written.isdisjoint(hit) for written, hit in zip(groups, hits, strict=False))
+        )
 
     def _note_written(self, step: int, running: _Running, first: int, end: int) -> None:
         if end <= first:
             return
-        written = self._written[step]
-        while len(self._writers) < len(running.block_ids):
-            self._writers.append({})
+        groups = self._written[step]
+        while len(groups) < len(running.block_ids):
+            groups.append(set())
         for group, blocks in enumerate(running.block_ids):
             size = self._block_size(group)
-            writers = self._writers[group]
-            for block in blocks[first // size : -(-end // size)]:
-                writers[block] = step
-                written.append((group, block))
+            groups[group].update(blocks[first // size : -(-end // size)])
 
     def is_idle(self) -> bool:
         """No lease, no offer, no tracked request."""
