@@ -44,7 +44,7 @@ class AuthenticatedConnection:
 
     @property
     def is_open(self) -> bool:
-        return self._inner.is_open
+        return self._inner.connection.is_open
 
     @property
     def connection(self) -> Connection:
