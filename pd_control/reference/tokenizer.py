@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +61,20 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def save_tokenizer(gguf: Path, folder: Path) -> None:
-    """Write the tokenizer inside a GGUF file as ``tokenizer.json``."""
+    """Write the tokenizer inside a GGUF file as ``tokenizer.json``, with the little file that tells other
+    engines how to load it."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(gguf).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    special = {
+        f"{name}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"].contents()]
+        for name in ("bos", "eos")
+        if f"tokenizer.ggml.{name}_token_id" in fields
+    }
     _from_gguf(gguf).save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | special, indent=1))
 
 
 def _from_gguf(path: Path) -> Any:
