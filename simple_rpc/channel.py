@@ -78,6 +78,7 @@ class Channel:
         *,
         clock: Clock,
         metrics: Metrics,
+        is_opener: bool,
         is_resumable: bool,
         max_slots: int = MAX_SLOTS,
         attributes: Mapping[str, Any] | None = None,
@@ -87,6 +88,7 @@ class Channel:
         self.peer_stream_id: bytes | None = None
         self.stream_id = os.urandom(STREAM_ID_BYTES)
         self.attributes: Mapping[str, Any] = attributes or {}
+        self.is_opener = is_opener
         self.is_resumable = is_resumable
         self.sender = NewsSender(max_slots=max_slots)
         self.receiver = NewsReceiver()
@@ -282,8 +284,12 @@ class _Attachment:
         """Not used: a channel has its own timer."""
 
     def on_shutdown(self, error: RpcError) -> None:
-        if self.channel._attachment is self:
-            self.channel._end(error, (error.code, error.message))
+        channel = self.channel
+        if channel._attachment is self:
+            # An opener that can resume looks for our successor if the connection just ends; FAIL would
+            # tell it to stop.
+            will_return = channel.is_resumable and not channel.is_opener
+            channel._end(error, None if will_return else (error.code, error.message))
 
     # Frames
 

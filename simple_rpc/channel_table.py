@@ -15,7 +15,7 @@ from typing import Any
 from ._channel_wire import CHANNEL_HEADS, LinkRequest, pack
 from ._connection import Connection
 from ._deadline import Clock, TimerHandle
-from ._errors import BusyError, Code, ConnectionLostError, RpcError
+from ._errors import BusyError, ClosedError, Code, ConnectionLostError, RpcError
 from ._frames import OKAY
 from .channel import Channel, _Attachment
 from .identity import Identity
@@ -116,10 +116,10 @@ class ChannelTable:
         connection.release()
         return channel
 
-    def close(self, code: Code = Code.ABORTED, message: str = "shutting down") -> None:
-        """Ends all channels with a FAIL. Their owners are not told."""
+    def close(self) -> None:
+        """The server is closing: ends what is left. Owners of channels are told (ABORTED)."""
         for channel in self.channels():
-            channel.close(code, message)
+            channel._end(ClosedError(message="the server is closed"), None)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -135,6 +135,7 @@ class ChannelTable:
             self.kind,
             clock=clock,
             metrics=metrics,
+            is_opener=False,
             is_resumable=self.resume_s > 0,
             max_slots=self.max_slots,
             attributes=request.attributes,

@@ -28,10 +28,13 @@ from .news import MAX_SLOTS, Attached, NewsReceiver
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-# The first retry comes quickly (a scheduler's restart under a supervisor, a closed socket), later
-# ones at most once a second: cheap for us, and soon enough for an operator.
+# The first attempt comes at once, the second quickly (a closed socket, a scheduler's restart under a
+# supervisor), later ones at most once a second: cheap for us, and soon enough for an operator.
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
+# A connection that did not last this long counts as one more failed attempt: a peer that accepts us
+# and hangs up at once is not called in a tight loop.
+STABLE_S = 5.0
 # One attempt: connect, HELLO and LINK.
 ATTEMPT_S = 3.0
 # How long a reconnecting channel tries before its peer counts as lost.
@@ -64,6 +67,7 @@ async def open_channel(
         kind,
         clock=clock or LoopClock(),
         metrics=metrics or NoMetrics(),
+        is_opener=True,
         is_resumable=False,
         max_slots=max_slots,
     )
@@ -156,10 +160,13 @@ class ReconnectingChannel:
         self._metrics: Metrics = metrics or NoMetrics()
         self._on_new_peer = on_new_peer
         self._task: asyncio.Task[None] | None = None
+        self._backoff_s = 0.0
+        self._attached_s = 0.0
         self.channel = Channel(
             kind,
             clock=self._clock,
             metrics=self._metrics,
+            is_opener=True,
             is_resumable=True,
             max_slots=max_slots,
         )
@@ -198,6 +205,8 @@ class ReconnectingChannel:
         self._on_new_peer(peer, num_dropped)
 
     def _detached(self) -> None:
+        if self._clock.now() - self._attached_s >= STABLE_S:
+            self._backoff_s = 0.0
         deadline = Deadline.after(self._give_up_s, self._clock)
         task = asyncio.get_running_loop().create_task(
             self._connect(deadline), name=f"reconnect {self.address}"
@@ -222,23 +231,25 @@ class ReconnectingChannel:
             )
 
     async def _connect(self, deadline: Deadline) -> None:
-        backoff_s = BACKOFF_FIRST_S
         while True:
+            if self._backoff_s:
+                await self._sleep(self._backoff_s * random.uniform(0.5, 1.0))
+            self._backoff_s = min(max(2 * self._backoff_s, BACKOFF_FIRST_S), BACKOFF_MAX_S)
             attempt = deadline.earlier(Deadline.after(ATTEMPT_S, self._clock))
             try:
                 connection = await self._client.connect(self.address, attempt)
+                self._attached_s = self._clock.now()
                 await _open(self.channel, connection, self._heartbeat_s, self._attributes, attempt)
+                return
             except RpcError as error:
                 self._metrics.count("channel.reconnect_failed")
-                wait_s = backoff_s * random.uniform(0.5, 1.0)
-                if error.code in _FINAL_CODES or deadline.remaining_s(self._clock) <= wait_s:
+                if (
+                    error.code in _FINAL_CODES
+                    or deadline.remaining_s(self._clock) <= self._backoff_s
+                ):
                     self.channel._end(_gave_up(self.address, error), None)
                     return
                 log.info("reconnecting to %s: %s", self.address, error)
-            else:
-                return
-            await self._sleep(wait_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
     async def _sleep(self, seconds: float) -> None:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()

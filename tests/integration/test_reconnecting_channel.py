@@ -238,6 +238,42 @@ async def test_a_restart_at_the_same_port_drops_the_unacknowledged_and_registers
     await second.server.close()
 
 
+async def test_an_orderly_restart_is_a_restart_like_any_other(clock):
+    first = Scheduler(clock)
+    address = await first.server.listen("tcp://127.0.0.1:0")
+    worker = Worker(clock, address)
+    await worker.news.start(Deadline.after(3.0, clock))
+    await until(lambda: not worker.channel.sender.num_unacked, clock)
+    await first.server.close()
+    assert first.lost[0].code is Code.ABORTED
+    await until(lambda: worker.channel.state is ChannelState.DETACHED)
+    second = Scheduler(clock)
+    await second.server.listen(address)
+    await until(lambda: len(worker.registrations) == 2, clock)
+    assert not worker.lost
+    # The worker leaves for good: the scheduler hears of it at once, not when resume_s is over.
+    await until(lambda: not worker.channel.sender.num_unacked, clock)
+    await worker.close()
+    await until(lambda: second.lost)
+    assert second.lost[0].code is Code.ABORTED
+    await second.server.close()
+
+
+async def test_a_peer_that_hangs_up_at_once_is_not_called_in_a_tight_loop(clock, scheduler):
+    async with FaultProxy(scheduler.address) as proxy:
+        worker = Worker(clock, proxy.address, give_up_s=1e6)
+        worker.channel.on_resumed = proxy.cut_all
+        await worker.news.start(Deadline.after(3.0, clock))
+        await until(lambda: not worker.channel.sender.num_unacked, clock)
+        proxy.cut_all()
+        begin_s, first = clock.now(), proxy.num_connections
+        await until(lambda: clock.now() > begin_s + 30.0, clock, step_s=0.01)
+        assert proxy.num_connections - first <= 70
+        assert scheduler.num_resumed >= 10
+        worker.channel.on_resumed = None
+        await worker.close()
+
+
 async def test_one_that_was_forgotten_registers_anew_and_doubles_nothing(clock, scheduler):
     """The acceptor lives on, but gave the stream up: its items may have been delivered already."""
     async with FaultProxy(scheduler.address) as proxy:
