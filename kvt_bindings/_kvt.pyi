@@ -1,6 +1,7 @@
 """Native part of kvt_bindings; import kvt_bindings instead."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class KvtError(RuntimeError):
@@ -272,3 +273,125 @@ class NewsChannel(CompletionSink):
         """
 
     def stats(self) -> dict[str, bool | bytes | int]: ...
+
+class DataPeer:
+    """Whom a data connection leads to."""
+
+    def __init__(self, *, instance: str, scheduler_incarnation: bytes, worker_incarnation: bytes, rank: int, address: str) -> None: ...
+
+class SendConnections:
+    """Where a Sender gets its data connections from."""
+
+class DataClient(SendConnections):
+    """
+    The sender rank's data connections, dialled on demand: Python serves the dial requests, everything else is native. The cache memory must live until close(). Any thread.
+    """
+
+    def __init__(self, cache: RankCache, *, transports: Sequence[str] = ['cma', 'tcp'], connect_timeout_ms: int = 3000, progress_timeout_ms: int = 30000, cuda_library: str = '') -> None:
+        """transports: offered; the receiver chooses. One alone is forced."""
+
+    @property
+    def dial_fd(self) -> int:
+        """
+        Readable while dial requests wait; for loop.add_reader. Owned by the client.
+        """
+
+    def take_dials(self) -> list[tuple[int, str, bytes, bytes, int, str]]:
+        """
+        (id, instance, scheduler incarnation, worker incarnation, rank, address): connect, authenticate, call DATA, read GO, then adopt(id, fd); or dial_failed(id, ...).
+        """
+
+    def adopt(self, id: int, fd: int) -> None:
+        """
+        Takes the socket over, whatever happens. Raises NOT_FOUND if the request is over.
+        """
+
+    def dial_failed(self, id: int, code: int, detail: str) -> None: ...
+
+    def drop_peer(self, worker_incarnation: bytes, code: int = 9, detail: str = 'the peer is gone') -> None: ...
+
+    def snapshot(self) -> list[dict[str, Any]]: ...
+
+    def close(self) -> None:
+        """Ends all connections (ABORTED). Idempotent."""
+
+class DataConnection:
+    """A data connection driven by hand: for tests and measurements."""
+
+    def __init__(self, client: DataClient, peer: DataPeer) -> None: ...
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """False after the timeout; raises KvtError if the connection was lost."""
+
+    def wait_lost(self, timeout_s: float) -> tuple[int, str] | None:
+        """(code, detail), or None after the timeout."""
+
+    def open(self, key: bytes, *, sender_incarnation: bytes, first_token: int = 0, end_token: int = 0, crc: bool = False) -> int: ...
+
+    def send_runs(self, transfer: int, layers: Sequence[int], *, first_token: int, end_token: int, runs: bytes) -> None:
+        """
+        runs: (src_offset, dst_offset, length) as native u64, as PlanPart.runs_bytes().
+        """
+
+    def end(self, arg: int, /) -> None: ...
+
+    def cancel(self, transfer: int, code: int = 5, detail: str = '') -> None: ...
+
+    def close(self, code: int = 5, detail: str = 'closed') -> None: ...
+
+    def wait_result(self, transfer: int, timeout_s: float) -> tuple[int, int, str] | None:
+        """(code, tokens, detail), or None after the timeout."""
+
+    def is_released(self, transfer: int) -> bool:
+        """Nothing reads the source for it any more."""
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def peer_layout(self) -> bytes: ...
+
+class Receiver:
+    """
+    The only code that writes KV into this rank's cache, and only inside open grants. The cache memory must live until close(). Any thread.
+    """
+
+    def __init__(self, cache: RankCache, sink: CompletionSink, *, transports: Sequence[str] = ['cma', 'tcp'], handshake_timeout_ms: int = 3000, max_connections: int = 4096, max_open_per_connection: int = 65536, max_marks: int = 65536, cuda_library: str = '') -> None:
+        """transports: accepted, in order of preference; one alone is forced."""
+
+    def adopt(self, fd: int, *, instance: str, worker_incarnation: bytes, address: str = '') -> None:
+        """
+        Takes an authenticated socket over (and closes it whatever happens): sends GO and serves it on a thread of its own.
+        """
+
+    def open_grant(self, key: bytes, *, scheduler_incarnation: bytes, sender_instance: str, sender_incarnation: bytes, block_ids: Sequence[Sequence[int]], first_token: int, end_token: int, source_ranks: Sequence[int], progress_timeout_ms: int = 10000) -> None:
+        """
+        Raises KvtError: BAD_REQUEST (blocks, tokens or ranks that do not fit; open already), ABORTED (closed before it came), BUSY. Then nothing is owed; else each source rank owes one completion.
+        """
+
+    def close_grant(self, key: bytes, code: int = 5, detail: str = 'closed by the scheduler') -> None:
+        """
+        When it returns no byte of the transfer can land any more, and a later open of the key is not taken.
+        """
+
+    def start_progress(self, key: bytes) -> None:
+        """The sender has started: the progress clock runs. Raises NOT_FOUND."""
+
+    def end_scheduler(self, incarnation: bytes) -> None:
+        """Closes every grant of that scheduler incarnation, for good."""
+
+    def drop_peer(self, worker_incarnation: bytes) -> None:
+        """Ends its connections; what they carried fails PEER_LOST."""
+
+    def serve(self, channel: NewsChannel, rank: int) -> None:
+        """
+        Takes GRNT news from the scheduler and answers GACK, natively; before channel.start().
+        """
+
+    def snapshot(self) -> dict[str, Any]:
+        """Open grants with their sources, connections, and counters."""
+
+    def close(self) -> None:
+        """
+        Closes all grants (ABORTED) and connections, joins the threads. Idempotent.
+        """
