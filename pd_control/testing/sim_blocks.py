@@ -1,8 +1,8 @@
 """A paged block pool with reference counts and a prefix cache, as in vLLM, plus the checks of the simulation.
 
 Used on the engine's core thread only. A block with no reference stays findable by its hash until it is
-handed out again. ``guard`` is asked before a block is handed out for new content: it knows which blocks
-an open grant or an unread send still covers, and raises :class:`Violation` (R3, R4).
+handed out again. ``guard`` is asked when a block loses its last reference and again before it is handed out:
+it knows which blocks an open grant or an unread send still covers, and raises :class:`Violation` (R3, R4).
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class BlockPool:
                 raise Violation("lease", f"block {block} released twice")
             self.refs[block] = refs
             if refs == 0:
+                if self.guard is not None:
+                    self.guard(block)
                 self.free.append(block)
 
     # -- prefix cache --------------------------------------------------------------------------

@@ -19,16 +19,19 @@ _ENGINE_OWNED = ("KNOWN", "PREFILLING")
 def waits_for_ever(core: Any, now_s: float) -> str:
     """What waits without a deadline, "" if nothing does."""
     snapshot = core.snapshot(now_s, limit=ALL)
-    problems = [_request_problem(view, snapshot["side"]) for view in snapshot["requests"]]
+    # A worker that was declared fatal owes its answer until it dies; nothing else ends that, by rule.
+    fatal = bool(snapshot["counters"].get("fatal.cancel_not_answered"))
+    problems = [_request_problem(view, snapshot["side"], fatal) for view in snapshot["requests"]]
     return "; ".join(p for p in problems if p)
 
 
-def _request_problem(view: dict[str, Any], side: str) -> str:
+def _request_problem(view: dict[str, Any], side: str, fatal: bool) -> str:
     if side == "P":
         for transfer in view["transfers"]:
             if transfer["deadline"] is None and transfer["state"] not in ("DRAINING", "DONE"):
                 return f"transfer {transfer['transfer']} is {transfer['state']} without a deadline"
-            if transfer["deadline"] is None and (transfer["readers"] or transfer["tentative"]):
+            reads = transfer["readers"] or transfer["tentative"]
+            if transfer["deadline"] is None and reads and not fatal:
                 return f"transfer {transfer['transfer']} drains without a deadline"
         if view["deadline"] is None and view["state"] == "HELD" and not view["transfers"]:
             return f"{view['request_id']} is HELD without a deadline"

@@ -203,7 +203,7 @@ class SimInstance:
         for worker in self.workers:
             why = worker.touches(block)
             if why:
-                raise Violation("reuse", f"block {block} of {self.spec.name} handed out: {why}")
+                raise Violation("reuse", f"block {block} of {self.spec.name} is free, but {why}")
 
     # -- loop thread ---------------------------------------------------------------------------
 
@@ -283,6 +283,9 @@ class SimInstance:
         raise Violation("driver", f"{self.spec.name} cannot execute {effect!r}")
 
     def send_to_worker(self, channel: Channel, item: Any) -> None:
+        scenario = self.world.scenario
+        if scenario.stall_rate and self.rng.random() < scenario.stall_rate:
+            channel.stall(1, scenario.stall_s * self.rng.random())
         channel.send(1, item.HEAD, item)
 
     def link_key(self, peer: PeerId, link_id: int) -> Any:
@@ -293,16 +296,19 @@ class SimInstance:
         return HeloAttributes(self.topology, ranks, "", link_id)
 
     def _on_fatal(self, effect: Fatal) -> None:
-        """The embedder's answer: end the worker, or the whole engine."""
+        """The embedder's answer, in its own time: end the worker, or the whole engine."""
         self.world.trace.count("fatal.workers")
         trace = self.world.trace
         trace.record(self.world.queue.now_s, self.spec.name, FAULTS, "fatal", effect)
+        delay_s = self.rng.choice((0.01, 1.0, 5.0))
         if self.rng.random() < 0.5:
-            worker = self.workers[effect.rank]
-            if worker.process.incarnation == effect.incarnation:
-                self.process.after(0.01, self.kill_worker, effect.rank, 0.5)
+            self.process.after(delay_s, self._end_fatal_worker, effect)
         else:
-            self.process.after(0.01, self.world.restart_instance, self, 0.5, True)
+            self.process.after(delay_s, self.world.restart_instance, self, 0.5, True)
+
+    def _end_fatal_worker(self, effect: Fatal) -> None:
+        if self.workers[effect.rank].process.incarnation == effect.incarnation:
+            self.kill_worker(effect.rank, 0.5)
 
     # -- channels (loop thread) ----------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class SimPrefill(SimInstance):
                 channel.stall(1, delay_s)
         elif isinstance(item, FrozenSends):
             self.world.trace.count("send.frozen")
-        channel.send(1, item.HEAD, item)
+        super().send_to_worker(channel, item)
 
     # -- core thread ---------------------------------------------------------------------------
 

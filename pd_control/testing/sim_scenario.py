@@ -107,6 +107,9 @@ class Scenario:
     lose_ack_rate: float  # of step outputs that do not say which substeps were taken
     step_fail_rate: float
     refuse_rate: float  # of PREFILLs that P's engine does not admit
+    read_delay_s: float  # how long a sender takes to read one layer of a send
+    stall_rate: float  # of items to workers before which the stream stalls, up to stall_s
+    stall_s: float
     substep_delay_s: float  # extra, so that substeps come late as often as in time
     prefix_lengths: list[int] = field(default_factory=list)
 
@@ -153,7 +156,7 @@ def draw_scenario(seed: int) -> Scenario:
     if crowd:
         num_requests = rng.randint(200, 500)
     else:
-        num_requests = max(1, min(60, int(rng.expovariate(1 / 12.5)) + 1))
+        num_requests = max(1, min(60, int(rng.expovariate(1 / 13.5)) + 1))
     step_s = rng.choice((0.005, 0.02, 0.02, 0.1, 1.0))
     tight = rnd() < 0.35  # few blocks: preemption, waiting for blocks, mutual waiting
     max_prompt = rng.choice((6, 16, 24, 40))
@@ -177,6 +180,9 @@ def draw_scenario(seed: int) -> Scenario:
     d_names = [i.name for i in instances if not i.prefill]
     prefix_lengths = [rng.randint(1, max_prompt) for _ in range(3)]
     span_s = step_s * num_requests * rng.choice((0.2, 1.0, 3.0))
+    trickle = rnd() < 0.15
+    if trickle:
+        span_s = max(span_s, 10.0 + 20.0 * rnd())  # a trickle: engines idle between requests
     abort_rate = rng.choice((0.0, 0.1, 0.1, 0.4))
     mode_mix = rng.choice((0.0, 0.5, 0.5, 1.0))
     policy_mix: tuple[FailurePolicy, ...] = rng.choice(
@@ -190,10 +196,15 @@ def draw_scenario(seed: int) -> Scenario:
         times = [rnd() * rng.choice((0.2, 2, 8)) * step_s for _ in range(1 if rnd() < 0.8 else 2)]
         return tuple(Abort(side, t) for t in times)
 
+    hot_prefix = rnd() < 0.1  # everybody sends the same system prompt, at once
+    if hot_prefix:
+        prefix_lengths[0] = max_prompt * 3 // 4
+        span_s = min(span_s, 4 * step_s)
+
     requests: list[ClientRequest] = []
     for index in range(num_requests):
         dual = rnd() < mode_mix
-        prefix = rng.choice((-1, -1, 0, 1, 2))
+        prefix = 0 if hot_prefix else rng.choice((-1, -1, 0, 1, 2))
         prompt_tokens = rng.randint(1, max_prompt)
         prefix_tokens = min(prefix_lengths[prefix], prompt_tokens) if prefix >= 0 else 0
         if prefix_tokens == prompt_tokens and rnd() < 0.8:
@@ -215,7 +226,7 @@ def draw_scenario(seed: int) -> Scenario:
                 delay_s=taker_delay_s() if dual else 0.0,
                 policy=rng.choice(policy_mix),
                 wants_first_token=rnd() < first_token_rate,
-                tail_tokens=rng.choice((0, 1, 1, 1, 1, 2, 3)),
+                tail_tokens=rng.choice((0, 1, 1, 1, 1, 2, 3, 7 if hot_prefix else 4)),
                 max_new_tokens=rng.randint(1, 4),
                 aborts=aborts("decode"),
                 wrong_content=dual and rnd() < 0.03,
@@ -249,6 +260,7 @@ def draw_scenario(seed: int) -> Scenario:
                 "kill_worker",
                 "kill_worker",
                 "pause",
+                "pause",
                 "partition",
                 "partition",
                 "break_channel",
@@ -270,11 +282,17 @@ def draw_scenario(seed: int) -> Scenario:
                 at_s=at_s,
                 kind=kind,
                 target=target,
-                duration_s=rng.choice((0.05, 0.5, 2.0, 4.0, 8.0)) * (0.5 + rnd()),
+                duration_s=rng.choice((0.05, 0.5, 2.0, 4.0, 9.0)) * (0.5 + rnd()),
                 workers_too=rnd() < 0.5,
                 factor=rng.choice((3.0, 10.0, 40.0)),
             )
         )
+    if trickle and not calm and rnd() < 0.5:
+        # A D worker that hangs for longer than a grant may take, while requests go on coming.
+        spec = rng.choice([i for i in instances if not i.prefill])
+        at_s = rnd() * span_s * 0.7
+        worker = f"{spec.name}/{rng.randrange(spec.tp)}"
+        faults.append(Fault(at_s, "pause", worker, duration_s=2.0 + 8.0 * rnd()))
     lossy = not calm and rnd() < 0.4
     return Scenario(
         seed=seed,
@@ -296,9 +314,12 @@ def draw_scenario(seed: int) -> Scenario:
         duplicate_call_rate=rng.choice((0.0, 0.1)),
         break_channel_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
         break_data_rate=rng.choice((0.002, 0.02)) if lossy else 0.0,
-        lose_ack_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.05)),
+        lose_ack_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.3)),
         step_fail_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.0, 0.05)),
         refuse_rate=rng.choice((0.0, 0.0, 0.05)),
+        read_delay_s=rng.choice((0.0001, 0.001, 0.4 * step_s)),
+        stall_rate=rng.choice((0.0, 0.0, 0.1)),
+        stall_s=min(0.5, 2 * step_s),
         substep_delay_s=rng.choice((0.0, 0.5, 1.0)) * step_s,
         prefix_lengths=prefix_lengths,
     )

@@ -86,8 +86,7 @@ class World:
         scenario = self.scenario
         scale = scenario.deadline_scale
         defaults = Deadlines()
-        names = [n for n in Deadlines.__slots__ if n != "grant_s"]
-        deadlines = Deadlines(**{n: getattr(defaults, n) * scale for n in names})
+        deadlines = Deadlines(**{n: getattr(defaults, n) * scale for n in Deadlines.__slots__})
         return Settings(
             deadlines=deadlines,
             generation=Generation(scenario.generation),
