@@ -274,6 +274,125 @@ class NewsChannel(CompletionSink):
 
     def stats(self) -> dict[str, bool | bytes | int]: ...
 
+class HostStream:
+    """
+    A stream of work on the host, for engines that compute on threads of their own: work is announced, and later reported done, in order. Any thread.
+    """
+
+    def __init__(self) -> None: ...
+
+    @property
+    def handle(self) -> int:
+        """For Sender.record_event."""
+
+    def submit(self) -> int:
+        """Announces one more piece of work; its number."""
+
+    def complete(self, work: int) -> None:
+        """All work up to this number is done and its writes are visible."""
+
+    def fail(self, why: str) -> None:
+        """Events recorded after unfinished work fail."""
+
+class Send:
+    """Tokens of one request, to the ranks of one receiver."""
+
+    def __init__(self, *, key: bytes, target_instance: str, target_incarnation: bytes, targets: Sequence[tuple[int, bytes, str]], src_blocks: Sequence[Sequence[int]], dst_blocks: Sequence[Sequence[int]], first_token: int, end_token: int, last: bool = True, transfer_end_token: int = 0) -> None:
+        """
+        targets: (rank, worker incarnation, address of its server). Block lists begin at token 0 of the request, one per group. `last`: the transfer ends with this send. transfer_end_token: the end of the whole transfer if it is known to be later.
+        """
+
+    @staticmethod
+    def unpack(item: bytes) -> Send:
+        """
+        From the packed form that SUBS and FRZN carry. Raises KvtError(BAD_REQUEST).
+        """
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def first_token(self) -> int: ...
+
+    @property
+    def end_token(self) -> int: ...
+
+    @property
+    def last(self) -> bool: ...
+
+class Sender:
+    """
+    The sender of one rank: along the engine's steps, or at once, never waiting for a byte. The cache memory must live until close(). `scheduler`: an incarnation; None: the last begun.
+    """
+
+    def __init__(self, cache: RankCache, sink: CompletionSink, connections: SendConnections, *, crc: bool = False, whole_s: float = 120.0, early_s: float = 5.0, max_open_steps: int = 64, event_wait: str = 'block', cuda_library: str = '') -> None:
+        """
+        crc: a CRC32C with every chunk. whole_s: deadline of a transfer. early_s: how long a substep waits for its step while none runs. event_wait: "block" or "query", for CUDA. Raises KvtError if the cache is on a device and the driver cannot be had.
+        """
+
+    def begin_scheduler(self, scheduler: bytes) -> None:
+        """
+        This incarnation speaks from now on; all of the one before ends (ABORTED).
+        """
+
+    def end_scheduler(self, scheduler: bytes) -> None:
+        """
+        That incarnation is gone; nothing happens if it is not the current one.
+        """
+
+    def submit_send(self, step: int, send: Send, *, scheduler: bytes | None = None) -> None:
+        """A send that rides `step`; before its start_step."""
+
+    def submit_delta(self, step: int, key: bytes, *, src_blocks: Sequence[Sequence[int]], dst_blocks: Sequence[Sequence[int]], first_token: int, end_token: int, last: bool, scheduler: bytes | None = None) -> None:
+        """
+        More tokens of a transfer that a send opened; the lists hold only what is new.
+        """
+
+    def start_step(self, step: int, sched_tokens: int = 0, *, records_per_layer: int = 1, scheduler: bytes | None = None) -> None:
+        """Before the forward. Steps ascend; several may be open."""
+
+    def record_event(self, step: int, layer: int, stream: int = 0) -> None:
+        """
+        After the layer's attention was put on `stream`: a CUDA stream's handle, a HostStream.handle, or 0: the default stream, or work that is done already.
+        """
+
+    def freeze_step(self, step: int) -> int:
+        """The highest contiguous substep taken, for ever the same."""
+
+    def flush_step(self, step: int) -> None:
+        """
+        No more records. Waits for no byte; unrecorded layers fail their sends.
+        """
+
+    def start_substep(self, step: int, substep: int, sends: Sequence[Send], *, scheduler: bytes | None = None) -> str:
+        """
+        Any thread. "taken", "kept" (early, or behind a gap), or refused: "late", "duplicate", "stale", "full".
+        """
+
+    def send_frozen(self, sends: Sequence[Send], *, scheduler: bytes | None = None) -> None:
+        """Complete KV: at once. Any thread."""
+
+    def cancel(self, key: bytes, code: int = 5, detail: str = 'cancelled by the scheduler') -> None:
+        """
+        Its open targets complete with `code`; one that is not open yet is marked.
+        """
+
+    def drop_peer(self, worker_incarnation: bytes, detail: str = 'the peer is gone') -> None:
+        """What was on its way to that worker completes with PEER_LOST."""
+
+    def serve(self, channel: NewsChannel) -> None:
+        """
+        Takes SUBS, FRZN and ABRT from the scheduler natively; before channel.start().
+        """
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is open and why, and counters."""
+
+    def close(self) -> None:
+        """
+        Everything open completes with ABORTED; closes the connections, joins. Idempotent.
+        """
+
 class DataPeer:
     """Whom a data connection leads to."""
 

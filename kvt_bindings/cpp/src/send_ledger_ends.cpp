@@ -101,19 +101,20 @@ std::size_t SendLedger::end_unopened(const Send& send, const Status& why, Ledger
   return send.targets.size();
 }
 
-void SendLedger::cancel(const TransferKey& key, const Status& why, double now_s,
+bool SendLedger::cancel(const TransferKey& key, const Status& why, double now_s,
                         LedgerEffects& out) {
   if (transfers_.contains(key)) {
     fail_transfer(TransferKey(key), why, out);
-    return;
+    return true;
   }
-  if (ended_.contains(key)) return;
+  if (ended_.contains(key)) return false;
   const bool is_new = marks_.insert_or_assign(key, Mark{why, now_s + limits_.mark_s}).second;
   if (is_new) mark_order_.push_back(key);
   while (mark_order_.size() > limits_.max_marks) {
     marks_.erase(mark_order_.front());
     mark_order_.pop_front();
   }
+  return false;
 }
 
 void SendLedger::cancel_all(const Status& why, LedgerEffects& out) {

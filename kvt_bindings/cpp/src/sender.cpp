@@ -169,10 +169,13 @@ void Sender::Impl::send_frozen(const Incarnation& scheduler, std::vector<Send> s
       true);
 }
 
-void Sender::Impl::cancel(const TransferKey& key, Code code, const std::string& detail) {
+void Sender::Impl::cancel(const TransferKey& key, Code code, const std::string& detail,
+                          std::function<void()> if_none_open) {
+  const Status why{code == Code::kOk ? Code::kAborted : code, detail};
   inbox_->push(
-      [key, code, detail](SendLedger& ledger, LedgerEffects& out) {
-        ledger.cancel(key, {code == Code::kOk ? Code::kAborted : code, detail}, now_s(), out);
+      [key, why, if_none_open = std::move(if_none_open)](SendLedger& ledger, LedgerEffects& out) {
+        const bool was_open = ledger.cancel(key, why, now_s(), out);
+        if (!was_open && if_none_open) if_none_open();
       },
       true);
 }
@@ -320,8 +323,9 @@ SubstepVerdict Sender::start_substep(const Incarnation& scheduler, StepId step, 
 void Sender::send_frozen(const Incarnation& scheduler, std::vector<Send> sends) {
   impl_->send_frozen(scheduler, std::move(sends));
 }
-void Sender::cancel(const TransferKey& key, Code code, const std::string& detail) {
-  impl_->cancel(key, code, detail);
+void Sender::cancel(const TransferKey& key, Code code, const std::string& detail,
+                    std::function<void()> if_none_open) {
+  impl_->cancel(key, code, detail, std::move(if_none_open));
 }
 void Sender::drop_peer(const Incarnation& worker_incarnation, const std::string& detail) {
   impl_->drop_peer(worker_incarnation, detail);

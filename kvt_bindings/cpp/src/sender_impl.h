@@ -94,7 +94,8 @@ class Sender::Impl {
   SubstepVerdict start_substep(const Incarnation& scheduler, StepId step, SubstepId substep,
                                std::vector<Send> sends);
   void send_frozen(const Incarnation& scheduler, std::vector<Send> sends);
-  void cancel(const TransferKey& key, Code code, const std::string& detail);
+  void cancel(const TransferKey& key, Code code, const std::string& detail,
+              std::function<void()> if_none_open);
   void drop_peer(const Incarnation& worker_incarnation, const std::string& detail);
   SenderSnapshot snapshot() const;
   void close();

@@ -175,7 +175,7 @@ TEST(racing_threads_have_one_right_answer) {
     }
     started.store(step);
     for (std::uint16_t layer = 0; layer < kLayers; ++layer) {
-      for (unsigned i = random() % 3; i > 0; --i) std::this_thread::yield();
+      for (unsigned i = random() % 40; i > 0; --i) std::this_thread::yield();
       stream.submit();
       submitted.fetch_add(1);
       sender.record_event(step, layer, stream.handle());

@@ -127,9 +127,9 @@ class SendLedger {
   // What the connection says of an opened leg.
   void result(LegId leg, const Status& status, std::uint32_t tokens, LedgerEffects& out);
 
-  // Gives up a transfer, or, for one that is not known, marks its key: if it comes, it ends at
-  // once.
-  void cancel(const TransferKey& key, const Status& why, double now_s, LedgerEffects& out);
+  // Gives up a transfer. If none is open (false): marks its key, so that it ends at once if it
+  // comes.
+  bool cancel(const TransferKey& key, const Status& why, double now_s, LedgerEffects& out);
   void cancel_all(const Status& why, LedgerEffects& out);
   // Transfers that have passed their deadline fail with TIMEOUT.
   void tick(double now_s, LedgerEffects& out);

@@ -18,8 +18,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,10 +93,12 @@ class Sender {
   // Complete KV: at once, outside any step.
   void send_frozen(const Incarnation& scheduler, std::vector<Send> sends);
 
-  // Gives a transfer up; its legs complete with `code`. If it is not known (yet), its key is
-  // marked.
+  // Gives a transfer up; its open legs complete with `code`. If none is open, the key is marked, so
+  // that a send of it that comes later ends at once, and `if_none_open` is called (on one of the
+  // sender's threads or a caller's; it must not block or call the sender).
   void cancel(const TransferKey& key, Code code = Code::kAborted,
-              const std::string& detail = "cancelled by the scheduler");
+              const std::string& detail = "cancelled by the scheduler",
+              std::function<void()> if_none_open = {});
   // A receiver's worker is gone: its connections end, what they carried completes with PEER_LOST.
   void drop_peer(const Incarnation& worker_incarnation, const std::string& detail);
 
