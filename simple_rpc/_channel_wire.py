@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from ._codec import unpack_body
-from ._errors import Code, InvalidMessageError, PeerProtocolError, RemoteError, RpcError
+from ._errors import Code, InvalidMessageError, PeerProtocolError, RemoteError, RpcError, shown
 from ._frames import ACKN, BEAT, FAIL, NEWS
 from ._heartbeat import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
 from ._limits import MAX_BODY_BYTES, MAX_ERROR_TEXT_CHARS
@@ -152,4 +152,4 @@ def unpack_fail(body: bytes) -> RpcError:
 
 
 def _invalid(path: str, expected: str, got: object) -> InvalidMessageError:
-    return InvalidMessageError(message=f"LINK.{path}: expected {expected}, got {got!r:.60}")
+    return InvalidMessageError(message=f"LINK.{path}: expected {expected}, got {shown(got)}")

@@ -22,14 +22,13 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgpack
 
-from ._errors import InvalidMessageError, RpcError
+from ._errors import InvalidMessageError, RpcError, shown
 from ._limits import MAX_ARRAY_ITEMS, MAX_MAP_ITEMS
 
 T = TypeVar("T")
 Check = Callable[[Any], Any]
 Encode = Callable[[Any], Any]
 
-MAX_SHOWN_CHARS = 60  # of a wrong value in an error message
 MAX_SCHEMA_DEPTH = 16  # of dataclasses in dataclasses: a recursive type would never end
 
 _unpackb = msgpack.unpackb
@@ -92,7 +91,7 @@ class _Mismatch(Exception):  # noqa: N818
         return self
 
     def as_error(self, root: str) -> InvalidMessageError:
-        got = f"{type(self.got).__name__} {self.got!r:.{MAX_SHOWN_CHARS}}"
+        got = f"{type(self.got).__name__} {shown(self.got)}"
         return InvalidMessageError(
             message=f"{root}{self.path}: expected {self.expected}, got {got}",
             details={"path": f"{root}{self.path}", "expected": self.expected},
@@ -369,7 +368,7 @@ def _compile_map(hint: Any, depth: int) -> tuple[Check, Encode | None]:
             try:
                 items[key] = check_item(item)
             except _Mismatch as mismatch:
-                raise mismatch.under(f"[{key!r:.{MAX_SHOWN_CHARS}}]") from None
+                raise mismatch.under(f"[{shown(key)}]") from None
         return items
 
     if encode_item is None:

@@ -25,8 +25,22 @@ class                       code          meaning
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+_repr = reprlib.Repr()
+_repr.maxlevel = 2
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = 6
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+
+
+def shown(value: object, max_chars: int = 60) -> str:
+    """A value from a socket, for an error message: never long, never deep, and cheap to make.
+
+    (``repr`` of a body's worth of nested arrays takes a second, or more stack than there is.)
+    """
+    return _repr.repr(value)[:max_chars]
 
 
 class Code(enum.IntEnum):

@@ -35,7 +35,7 @@ from ._channel_wire import (
 )
 from ._connection import Connection
 from ._deadline import Clock, TimerHandle
-from ._errors import ClosedError, Code, ConnectionLostError, PeerProtocolError, RpcError
+from ._errors import ClosedError, Code, ConnectionLostError, PeerProtocolError, RpcError, shown
 from ._frames import ACKN, BEAT, FAIL, NEWS
 from ._heartbeat import Heartbeat
 from .identity import Identity
@@ -298,7 +298,7 @@ class _Attachment:
         first_seq, groups = check_news(unpack(body, "NEWS"))
         for head, _ in groups:
             if head not in channel._handlers:
-                raise NewsProtocolError(f"NEWS: head {head!r:.20} is not known here")
+                raise NewsProtocolError(f"NEWS: head {shown(head)} is not known here")
         receiver = channel.receiver
         num_skipped = receiver.stats.num_duplicates
         groups = receiver.accept(first_seq, groups)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ._errors import InvalidMessageError
+from ._errors import InvalidMessageError, shown
 
 INCARNATION_BYTES = 16
 MAX_NAME_CHARS = 64  # of a role or an instance: they appear in logs and metric labels
@@ -47,11 +47,11 @@ class Identity:
                 isinstance(text, str) and 1 <= len(text) <= MAX_NAME_CHARS and text.isprintable()
             ):
                 raise InvalidMessageError(
-                    message=f"{name}: expected 1 to {MAX_NAME_CHARS} printable characters, got {text!r:.80}"
+                    message=f"{name}: expected 1 to {MAX_NAME_CHARS} printable characters, got {shown(text)}"
                 )
         if not isinstance(self.incarnation, bytes) or len(self.incarnation) != INCARNATION_BYTES:
             raise InvalidMessageError(
-                message=f"incarnation: expected {INCARNATION_BYTES} bytes, got {self.incarnation!r:.80}"
+                message=f"incarnation: expected {INCARNATION_BYTES} bytes, got {shown(self.incarnation)}"
             )
         object.__setattr__(self, "attributes", _checked_attributes(self.attributes))
 
@@ -66,7 +66,7 @@ class Identity:
 
 def _checked_attributes(attributes: object) -> Mapping[str, Any]:
     if not isinstance(attributes, Mapping):
-        raise InvalidMessageError(message=f"attributes: expected a map, got {attributes!r:.80}")
+        raise InvalidMessageError(message=f"attributes: expected a map, got {shown(attributes)}")
     if len(attributes) > MAX_ATTRIBUTES:
         raise InvalidMessageError(
             message=f"attributes: at most {MAX_ATTRIBUTES} entries, got {len(attributes)}"
@@ -74,15 +74,15 @@ def _checked_attributes(attributes: object) -> Mapping[str, Any]:
     for key, value in attributes.items():
         if not isinstance(key, str) or len(key) > MAX_ATTRIBUTE_BYTES:
             raise InvalidMessageError(
-                message=f"attributes: expected short string keys, got {key!r:.80}"
+                message=f"attributes: expected short string keys, got {shown(key)}"
             )
         if not isinstance(value, _SCALARS):
             raise InvalidMessageError(
-                message=f"attributes[{key!r:.80}]: expected a scalar, got {type(value).__name__}"
+                message=f"attributes[{shown(key)}]: expected a scalar, got {type(value).__name__}"
             )
         if isinstance(value, (str, bytes)) and len(value) > MAX_ATTRIBUTE_BYTES:
             raise InvalidMessageError(
-                message=f"attributes[{key!r:.80}]: at most {MAX_ATTRIBUTE_BYTES} long, got {len(value)}"
+                message=f"attributes[{shown(key)}]: at most {MAX_ATTRIBUTE_BYTES} long, got {len(value)}"
             )
     return MappingProxyType(dict(attributes))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from ._codec import Schema, unpack_body
-from ._errors import Code, InvalidMessageError, RpcError
+from ._errors import Code, InvalidMessageError, RpcError, shown
 from ._frames import RESERVED_HEADS, head_from_name
 from ._limits import MAX_ERROR_TEXT_CHARS
 
@@ -109,7 +109,7 @@ def unpack_call(body: bytes) -> tuple[int, Any]:
     timeout_ms = values[0]
     if type(timeout_ms) is not int or not 0 <= timeout_ms <= MAX_TIMEOUT_MS:
         raise InvalidMessageError(
-            message=f"call.timeout_ms: expected 0..{MAX_TIMEOUT_MS}, got {timeout_ms!r:.40}"
+            message=f"call.timeout_ms: expected 0..{MAX_TIMEOUT_MS}, got {shown(timeout_ms)}"
         )
     return timeout_ms, values[1]
 

@@ -48,7 +48,7 @@ EXAMPLES = {
 
 def decode(name: str) -> tuple[int, bytes]:
     """The example as a frame, fed byte by byte with the next frame's first bytes behind it."""
-    decoder = FrameDecoder(1 << 20)
+    decoder = FrameDecoder(1 << 20, dict.fromkeys((LINK, OKAY, NEWS, ACKN, BEAT, FAIL), False))
     frame = None
     for index, byte in enumerate(EXAMPLES[name] + b"BEA"):
         decoder.feed(bytes([byte]))
