@@ -61,6 +61,19 @@ class Owner(Protocol):
         ...
 
 
+class _Nobody:
+    """The owner of a connection that is gone."""
+
+    def on_frame(self, head: int, body: bytes | None) -> None: ...
+    def on_violation(self, error: PeerProtocolError) -> None: ...
+    def on_lost(self, error: RpcError) -> None: ...
+    def on_wait_over(self) -> None: ...
+    def on_shutdown(self, error: RpcError) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
 class Connection(asyncio.Protocol):
     """See the module. Made for a transport's protocol factory; usable after ``connection_made``.
 
@@ -358,6 +371,8 @@ class Connection(asyncio.Protocol):
 
     def _closed(self) -> None:
         self._close_due_s = math.inf
+        self._owner = _NOBODY  # no cycle of references outlives the transport
+        self._on_made = None
         on_closed, self._on_closed = self._on_closed, None
         if on_closed is not None:
             on_closed(self)

@@ -119,6 +119,12 @@ async def rig(
         assert len(cli._watchdog) == 0
 
 
+def pool_of(client: Client, address: Address) -> dict[str, int]:
+    """The state of a client's pool, also of one that is not there yet."""
+    none = {"idle": 0, "busy": 0, "opening": 0, "waiting": 0}
+    return client.snapshot().get(str(address), none)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until something that needs no time has happened."""
     for _ in range(int(SOON_S / 0.002)):

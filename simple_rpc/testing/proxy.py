@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from .._deadline import Clock, LoopClock
 from ..identity import Address
@@ -54,8 +55,7 @@ class _End(asyncio.Protocol):
         self._on_made = on_made
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
         if self._on_made is not None:
             self._on_made(self)
 

@@ -26,7 +26,7 @@ from simple_rpc import (
     UnreachableError,
 )
 from simple_rpc.testing import ManualClock, ScriptedPeer
-from tests.rpc_kit import ECHO, LOOPS, WAIT, Text, rig, soon, until
+from tests.rpc_kit import ECHO, LOOPS, WAIT, Text, pool_of, rig, soon, until
 
 
 @pytest.fixture(params=sorted(LOOPS), scope="module")
@@ -50,7 +50,7 @@ async def test_many_calls_reuse_one_connection(listen):
         for number in range(50):
             assert (await r.call(str(number))).text == str(number)
         assert r.server.stats().num_accepted == 1
-        assert r.client.snapshot()[str(r.address)]["idle"] == 1
+        assert pool_of(r.client, r.address)["idle"] == 1
 
 
 async def test_answers_of_every_size_go_to_their_own_callers():
@@ -342,7 +342,7 @@ async def test_a_cancelled_call_leaves_a_healthy_pool():
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert (await r.call("after")).text == "after"  # never the answer of another
-        assert r.client.snapshot()[str(r.address)] == {
+        assert pool_of(r.client, r.address) == {
             "idle": 1,
             "busy": 0,
             "opening": 0,
@@ -366,7 +366,7 @@ async def test_cancelling_waiters_and_openers_leaves_a_healthy_pool():
                 else:
                     assert isinstance(result, asyncio.CancelledError)
                     assert number % 2 == 0
-            snapshot = r.client.snapshot()[str(r.address)]
+            snapshot = pool_of(r.client, r.address)
             assert (snapshot["busy"], snapshot["opening"], snapshot["waiting"]) == (0, 0, 0)
             await r.client._pools.find(r.address).idle[0].exchange(ECHO.head, b"\x92\x01\x90", 1e18)  # type: ignore[union-attr]
 

@@ -11,7 +11,7 @@ import pytest
 from simple_rpc import Code, Deadline, Limits, PeerProtocolError, RemoteError
 from simple_rpc._frames import encode_frame
 from simple_rpc.testing import ManualClock, ScriptedPeer
-from tests.rpc_kit import ECHO, WAIT, Client, Identity, Text, rig, rss_bytes, soon, until
+from tests.rpc_kit import ECHO, WAIT, Client, Identity, Text, pool_of, rig, rss_bytes, soon, until
 
 CALL = encode_frame(ECHO.head, msgpack.packb([10_000, ["x", 0, b""]]))
 
@@ -110,7 +110,7 @@ async def test_a_client_gives_up_its_idle_connections_before_the_server_does():
         assert r.server.stats().num_connections == 1
         clock.advance(1.0)
         await until(lambda: r.server.stats().num_connections == 0)
-        assert r.client.snapshot()[str(r.address)]["idle"] == 0
+        assert pool_of(r.client, r.address)["idle"] == 0
         assert (await r.call(deadline=Deadline.after(5.0, clock))).text == "x"
 
 
@@ -239,7 +239,7 @@ async def test_an_answer_that_nobody_asked_for_ends_the_pooled_connection():
         for _ in range(5):
             answer = await client.call(peer.address, ECHO, Text(), deadline=soon())
             assert answer.text == "mine"
-            await until(lambda: client.snapshot()[str(peer.address)]["idle"] == 0)
+            await until(lambda: pool_of(client, peer.address)["idle"] == 0)
         assert peer.num_connections == 5
         await client.close()
 
