@@ -283,9 +283,29 @@ class _Sender:
         assert self.connection is not None
         return self.connection.wait_result(transfer, GUARD_S)
 
+    def is_released(self, transfer: int) -> bool:
+        assert self.connection is not None
+        return self.connection.is_released(transfer)
+
     def lost(self) -> tuple[int, str] | None:
         assert self.connection is not None
         return self.connection.wait_lost(GUARD_S)
+
+    def open_and_send(
+        self, key: int, source_blocks: list[int], target_blocks: list[int], end: int
+    ) -> int:
+        """A whole transfer of tokens [0, end), in two chunks a layer."""
+        transfer = self.open(key, 0, end)
+        half = end // 2
+        self.send(transfer, source_blocks, target_blocks, 0, half, False)
+        self.send(transfer, source_blocks, target_blocks, half, end, True)
+        self.end(transfer)
+        return transfer
+
+    def disconnect(self) -> None:
+        assert self.client is not None
+        self.client.close()
+        self.client = self.connection = None
 
     def keep(self) -> None:
         """Lay this connection aside; `swap` brings it back."""

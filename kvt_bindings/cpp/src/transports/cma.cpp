@@ -56,12 +56,14 @@ class CmaPlacer final : public Placer {
     const ssize_t n =
         process_vm_readv(process_.pid(), to.data(), to.size(), from.data(), from.size(), 0);
     if (n < 0 && errno == EINTR) return {};
+    const Step gone{StepKind::kPeerGone, 0, "the sender's process has ended"};
+    // ESRCH: it is dying, its memory is gone, and the pidfd does not know yet.
+    if (n < 0 && errno == ESRCH) return gone;
     if (n <= 0) {
       const std::string why = n < 0 ? std::strerror(errno) : "nothing read";
-      return process_.is_alive() ? Step{StepKind::kFailed, 0, "process_vm_readv: " + why}
-                                 : Step{StepKind::kPeerGone, 0, "the sender's process has ended"};
+      return process_.is_alive() ? Step{StepKind::kFailed, 0, "process_vm_readv: " + why} : gone;
     }
-    if (!process_.is_alive()) return {StepKind::kPeerGone, 0, "the sender's process has ended"};
+    if (!process_.is_alive()) return gone;
     const auto bytes = static_cast<std::uint64_t>(n);
     if (crc_) crc_ = local_.checksum_window(bytes, *crc_);
     local_.advance(bytes);
