@@ -273,7 +273,10 @@ def _blank_proof(body: bytes) -> bytes:
 
 
 def _refusal(body: bytes) -> RpcError:
-    values = _unpack(body)
+    try:
+        values = _unpack(body)
+    except InvalidMessageError:
+        values = None
     if (
         type(values) is not list
         or len(values) < 2

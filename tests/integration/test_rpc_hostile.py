@@ -11,7 +11,21 @@ from dataclasses import dataclass
 import msgpack
 import pytest
 
-from simple_rpc import Address, Code, Identity, Limits, Method, Server
+from simple_rpc import (
+    Address,
+    Client,
+    Code,
+    Deadline,
+    Identity,
+    IncarnationError,
+    Limits,
+    Method,
+    PeerProtocolError,
+    RpcError,
+    Secret,
+    Server,
+)
+from simple_rpc.testing import ScriptedConnection, ScriptedPeer
 
 GUARD_S = 30.0
 
@@ -113,3 +127,123 @@ async def test_a_wide_value_of_the_wrong_type_is_answered_without_being_printed(
     )
     assert (answer, code) == ("FAIL", Code.BAD_REQUEST)
     assert len(message) < 200
+
+
+# -- hostile servers ---------------------------------------------------------------------------------
+
+
+def hello_answer(**changes: object) -> list[object]:
+    """A lawful answer to HELLO, with fields replaced by index: `_5=True`."""
+    fields: list[object] = [1, "scheduler", "s0", b"i" * 16, b"n" * 32, False, b"", {}]
+    for name, value in changes.items():
+        fields[int(name[1:])] = value
+    return fields
+
+
+async def call(script, num: int = 1, secret: Secret | None = None) -> list[object]:
+    """What `num` calls to a scripted server give: responses, or the errors raised."""
+    client = Client(Identity("client", "c0"), secret=secret)
+    results: list[object] = []
+    async with ScriptedPeer(script) as peer:
+        for i in range(num):
+            try:
+                result = await client.call(
+                    peer.address, ECHO, Text(i), deadline=Deadline.after(GUARD_S)
+                )
+            except RpcError as error:
+                results.append(error)
+            else:
+                results.append(result)
+    await client.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"FAIL\x03\x00\x00\x00\xc1\xc1\xc1",
+        frame("FAIL", b"\x93" + DEEP + b"\xa1x\x80"),
+        frame("OKAY", b"\x98\x01" + DEEP + b"\x00" * 6),
+        frame("OKAY", msgpack.packb(hello_answer(_3=b"short"))),
+        frame("OKAY", msgpack.packb(hello_answer(_4=b""))),
+        frame("OKAY", msgpack.packb(hello_answer())) + frame("OKAY", msgpack.packb([66])),
+        b"OKAY\xff\xff\xff\x7f",
+        b"ECHO\x00\x00\x00\x00",
+    ],
+)
+async def test_a_broken_answer_to_hello_is_the_servers_fault(data):
+    async def script(peer: ScriptedConnection) -> None:
+        await peer.expect("HELO")
+        peer.send_bytes(data)
+        await peer.expect_end()
+
+    (error,) = await call(script)
+    assert isinstance(error, PeerProtocolError), error
+    assert error.phase is not None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"OKAY" + struct.pack("<I", 2**31),
+        frame("OKAY", b"\x91" + DEEP),
+        frame("FAIL", b"\x91" + DEEP),
+        frame("FAIL", msgpack.packb([7])),
+        frame("OKAY", msgpack.packb([])),
+        frame("OKAY", msgpack.packb(["x", "y"])),
+        frame("PREF", b"\x90"),
+    ],
+)
+async def test_a_broken_answer_to_a_call_is_the_servers_fault(data):
+    async def script(peer: ScriptedConnection) -> None:
+        await peer.expect("HELO")
+        peer.send("OKAY", hello_answer())
+        await peer.expect("ECHO")
+        peer.send_bytes(data)
+        await peer.read_frame()
+
+    (error,) = await call(script)
+    assert isinstance(error, PeerProtocolError), error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"_5": True}, {"_5": True, "_6": b"short"}, {"_5": True, "_6": bytes(32)}],
+)
+async def test_a_server_without_the_secret_gets_no_proof(changes):
+    received: list[str] = []
+
+    async def script(peer: ScriptedConnection) -> None:
+        await peer.expect("HELO")
+        peer.send("OKAY", hello_answer(**changes))
+        head, _ = await peer.read_frame()
+        received.append(head)
+
+    (error,) = await call(script, secret=Secret(b"s" * 32))
+    assert isinstance(error, RpcError)
+    assert error.code is Code.UNAUTHORIZED
+    assert not received, "the client answered the challenge of a stranger"
+
+
+async def test_no_retry_to_another_incarnation():
+    """A pooled connection turns out stale; whoever answers at the address now is somebody else."""
+    executed: list[int] = []
+    method = Method("ECHO", Text, Text, idempotent=True)
+
+    async def script(peer: ScriptedConnection) -> None:
+        is_first = not executed
+        await peer.expect("HELO")
+        peer.send("OKAY", hello_answer(_3=(b"a" if is_first else b"b") * 16))
+        _, fields = await peer.expect("ECHO")
+        executed.append(fields[0])
+        peer.send("OKAY", fields)
+        if is_first:
+            await peer.expect("ECHO")  # and dies before any byte of an answer
+
+    client = Client(Identity("client", "c0"))
+    async with ScriptedPeer(script) as peer:
+        await client.call(peer.address, method, Text(1), deadline=Deadline.after(GUARD_S))
+        with pytest.raises(IncarnationError):
+            await client.call(peer.address, method, Text(2), deadline=Deadline.after(GUARD_S))
+    assert executed == [1]
+    await client.close()
