@@ -36,9 +36,12 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from simple_rpc._errors import ClosedError, Code, RpcError
+from simple_rpc._errors import Code, RpcError
 from simple_rpc._lag import LAG_LIMIT_S, LagMonitor, LagReport, LagWatchdog
+from simple_rpc._supervisor import LoopClosedError, Scope, Supervisor, settle
 from simple_rpc.metrics import Counters, Metrics
+
+__all__ = ["Fatal", "LoopClosedError", "LoopThread", "Scope"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,33 +52,12 @@ CLOSE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 30.0
 
 
-class Scope(enum.Enum):
-    """Who suffers when a task fails."""
-
-    REQUEST = "request"
-    PEER = "peer"
-    PROCESS = "process"
-
-
-class LoopClosedError(ClosedError):
-    """The loop thread is closing or closed (or was never started): nothing was or will be done."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fatal:
     """Why the loop is unhealthy. `error` is None where there was no exception."""
 
     reason: str
     error: BaseException | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """Who is told of a task's end: `on_failure` (spawn), `future` (submit) or nobody but us."""
-
-    scope: Scope
-    on_failure: Callable[[BaseException], None] | None
-    future: concurrent.futures.Future[Any] | None = None
 
 
 class _State(enum.Enum):
@@ -116,8 +98,7 @@ class LoopThread:
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._tasks: dict[asyncio.Task[Any], _Owner] = {}
-        self._stopping: set[asyncio.Task[Any]] = set()
+        self._supervisor = Supervisor(name, self.fail, self.metrics)
         self._close_timeout_s = CLOSE_TIMEOUT_S
         self._fatal: Fatal | None = None
 
@@ -141,7 +122,9 @@ class LoopThread:
 
     def __repr__(self) -> str:
         health = "healthy" if self._fatal is None else f"fatal: {self._fatal.reason}"
-        return f"<LoopThread {self.name!r} {self._state.value} tasks={len(self._tasks)} {health}>"
+        return (
+            f"<LoopThread {self.name!r} {self._state.value} tasks={len(self._supervisor)} {health}>"
+        )
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -181,14 +164,13 @@ class LoopThread:
         if thread.is_alive():
             frame = sys._current_frames().get(thread.ident or 0)
             where = "".join(traceback.format_stack(frame)) if frame else "?"
-            names = ", ".join(sorted(task.get_name() for task in list(self._tasks))) or "none"
+            names = ", ".join(self._supervisor.names()) or "none"
             raise RpcError(
                 Code.TIMEOUT,
                 f"loop thread {self.name!r} hangs: not ended within {2 * timeout_s} s; "
                 f"tasks left: {names}; it is at:\n{where}",
             )
-        if self._tasks:
-            names = ", ".join(sorted(task.get_name() for task in self._tasks))
+        if names := ", ".join(self._supervisor.names()):
             raise RpcError(Code.TIMEOUT, f"tasks ignored their cancellation: {names}")
 
     def __enter__(self) -> LoopThread:
@@ -227,10 +209,9 @@ class LoopThread:
             try:
                 task = self.loop.create_task(function(*args), name=_name_of(function))
             except Exception as error:
-                _settle(future, None, error)
+                settle(future, None, error)
                 return False
-            self._tasks[task] = _Owner(Scope.REQUEST, None, future)
-            task.add_done_callback(self._task_done)
+            self._supervisor.adopt(task, future)
             future.add_done_callback(lambda future: self._future_done(future, task))
             return True
 
@@ -260,25 +241,12 @@ class LoopThread:
         scope: Scope = Scope.PROCESS,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> asyncio.Task[T]:
-        """Starts a task and holds it until it ends. Loop thread only.
-
-        REQUEST and PEER need `on_failure(error)`: called on the loop thread when the task raises or
-        is cancelled by anyone but `stop` and `close`; a plain return is fine. PROCESS takes none:
-        such a task must not end at all.
-        """
-        if (scope is Scope.PROCESS) != (on_failure is None):
-            coro.close()
-            raise ValueError(f"on_failure: expected for request and peer scope only ({name!r})")
-        task = self.loop.create_task(coro, name=name)
-        self._tasks[task] = _Owner(scope, on_failure)
-        task.add_done_callback(self._task_done)
-        return task
+        """Starts a task and holds it until it ends. Loop thread only. See `Supervisor.spawn`."""
+        return self._supervisor.spawn(coro, name=name, scope=scope, on_failure=on_failure)
 
     def stop(self, task: asyncio.Task[Any]) -> None:
         """Cancels a task on its owner's behalf: its end is then no failure. Loop thread only."""
-        if not task.done() and task not in self._stopping:
-            self._stopping.add(task)
-            task.cancel()
+        self._supervisor.stop(task)
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """A failure of the whole process: unhealthy from now on. Loop thread only.
@@ -325,9 +293,7 @@ class LoopThread:
         except BaseException:
             log.exception("loop thread %s: while ending", self.name)
         watchdog.stop()
-        for owner in self._tasks.values():
-            if owner.future is not None:
-                _settle(owner.future, None, self._closed_error())
+        self._supervisor.abandon()
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -367,38 +333,11 @@ class LoopThread:
                 self.stop(task)
             await asyncio.wait(others, timeout=remaining_s)
 
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        owner = self._tasks.pop(task)
-        is_expected = task in self._stopping
-        self._stopping.discard(task)
-        error: BaseException | None
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if owner.future is not None:
-            if isinstance(error, asyncio.CancelledError):
-                error = self._closed_error() if is_expected else RpcError(Code.ABORTED, _how(error))
-            _settle(owner.future, None if error else task.result(), error)
-            return
-        if is_expected and (error is None or isinstance(error, asyncio.CancelledError)):
-            return
-        name = task.get_name()
-        if owner.on_failure is None:
-            how = "returned" if error is None else _how(error)
-            self.fail(f"background task {name!r} {how}", error)
-        elif error is not None:
-            self.metrics.count(f"loop.failed.{owner.scope.value}")
-            try:
-                owner.on_failure(error)
-            except Exception as second:
-                self.fail(f"on_failure of task {name!r} raised", second)
-
     def _future_done(self, future: concurrent.futures.Future[Any], task: asyncio.Task[Any]) -> None:
         """Any thread: it was settled here, or whoever submitted it has cancelled it."""
         if future.cancelled():
             with contextlib.suppress(LoopClosedError):
                 self.call(self.stop, task)
-
-    def _closed_error(self) -> LoopClosedError:
-        return LoopClosedError(message=f"loop thread {self.name!r} was closed before the end")
 
     def _loop_exception(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         message = str(context.get("message", "unknown"))
@@ -425,23 +364,6 @@ class LoopThread:
                 self._on_lag(report)
             except Exception:
                 log.exception("loop thread %s: on_lag raised", self.name)
-
-
-def _settle(
-    future: concurrent.futures.Future[Any], result: Any, error: BaseException | None
-) -> None:
-    """Gives a future its end, unless whoever holds it has cancelled it."""
-    if not future.done() and future.set_running_or_notify_cancel():
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-
-def _how(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):
-        return "was cancelled by somebody else"
-    return f"raised {type(error).__name__}"
 
 
 def _name_of(function: Callable[..., object]) -> str:
