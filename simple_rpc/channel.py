@@ -218,7 +218,15 @@ class Channel:
 class _Attachment:
     """A channel's hold on one connection; the connection's owner (see `_connection.Owner`)."""
 
-    __slots__ = ("_ack_due_s", "_clock", "_heartbeat", "_timer", "channel", "connection")
+    __slots__ = (
+        "_ack_due_s",
+        "_clock",
+        "_heartbeat",
+        "_news_sent_s",
+        "_timer",
+        "channel",
+        "connection",
+    )
 
     connection: Connection  # set as soon as this owns it
 
@@ -228,6 +236,7 @@ class _Attachment:
         self._clock = clock
         self._heartbeat = Heartbeat(heartbeat_s, clock.now())
         self._ack_due_s = math.inf
+        self._news_sent_s = 0.0
         self._timer: TimerHandle | None = None
 
     def start(self) -> None:
@@ -250,7 +259,7 @@ class _Attachment:
         if body is not None:
             self.connection.write_frame(NEWS, body)
             now_s = self._clock.now()
-            self._heartbeat.sent_s = now_s
+            self._heartbeat.sent_s = self._news_sent_s = now_s
             self._ack_due_s = now_s + ACK_TIMEOUT_S
 
     # Owner
@@ -323,8 +332,11 @@ class _Attachment:
     def _on_ackn(self, body: bytes) -> None:
         sender = self.channel.sender
         sender.acknowledge(check_ackn(unpack(body, "ACKN")))
-        if not sender.num_in_flight:
+        if not sender.num_in_flight and self._ack_due_s != math.inf:
             self._ack_due_s = math.inf
+            self.channel._metrics.observe(
+                "news.ack", self._heartbeat.received_s - self._news_sent_s
+            )
             self.send_news()
             if not sender.num_unacked and self.channel._on_flushed:
                 self.channel._tell_flushed()

@@ -72,3 +72,21 @@ def test_the_threads_page():
     exec(compile(snippet("threads.md"), "threads.md", "exec"), names)
     assert names["answer"] == "hello!"
     assert published == [("SDON", 7)]
+
+
+async def test_the_testing_page(capsys):
+    names: dict[str, object] = {}
+    code = compile(snippet("testing.md"), "testing.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    await eval(code, names)
+    assert capsys.readouterr().out == "UNREACHABLE\nTIMEOUT hello\n"
+    for owner in ("client", "patient", "server"):
+        await names[owner].close()
+
+
+def test_the_metrics_page_names_every_counter():
+    page = (DOCS / "metrics.md").read_text()
+    source = "".join(path.read_text() for path in Path(simple_rpc.__file__).parent.glob("*.py"))
+    used = set(re.findall(r'(?:count|observe)\(\s*f?"([a-z_.]+)', source))
+    used |= set(re.findall(r'f?"((?:news|channel|loop|server|client)\.[a-z_]+[a-z_.]*)', source))
+    assert len(used) > 15
+    assert not [name for name in used if f"`{name}" not in page]
