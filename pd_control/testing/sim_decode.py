@@ -55,6 +55,7 @@ class SimDecode(SimInstance):
         self.leases = LeaseTable(PoolRefs(self))
         #: What the core said of each request, for good.
         self.told: dict[str, CoreCommand] = {}
+        self.told_s: dict[str, float] = {}
         self.process.after(0.0, self._find_peers)
 
     def _find_peers(self) -> None:
@@ -226,6 +227,7 @@ class SimDecode(SimInstance):
                 text = f"the engine is told {self.told[command.request_id]!r}, then {command!r}"
                 raise Violation("one outcome", text, self.world.root_of(command.request_id))
             self.told[command.request_id] = command
+            self.told_s[command.request_id] = self.world.queue.now_s
         if isinstance(command, RequestLoaded):
             trace.count("decode.loaded")
             self.engine.loaded(command.request_id, command.num_tokens, command.first_token)
@@ -236,7 +238,10 @@ class SimDecode(SimInstance):
             trace.count(f"decode.recompute.{command.code.name}")
             self.engine.run_locally(command.request_id)
         elif isinstance(command, ReleaseLease):
+            lease = self.leases.get(command.lease_id)
             self.leases.release(command.lease_id)
+            if lease is not None and lease.request_id in self.told_s:
+                self.world.decode_lease_back(lease.request_id, self.told_s[lease.request_id])
         elif isinstance(command, VoidRankKv):
             self._core_lost(command.rank, command.incarnation)
         else:

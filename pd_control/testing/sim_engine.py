@@ -261,6 +261,12 @@ class SimScheduler:
         self.steps[step.step] = step
         return step
 
+    def empty_step(self) -> SimStep:
+        """A step in which nothing is computed."""
+        self.num_steps += 1
+        step = self.steps[self.num_steps] = SimStep(self.num_steps, [], [], self.num_ranks)
+        return step
+
     def _pending_tokens(self, request: SimRequest) -> int:
         if request.num_outputs + request.num_placeholders >= request.max_new_tokens:
             return 0

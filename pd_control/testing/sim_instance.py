@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 #: Events of a core between two looks at everything that waits in it.
 CHECK_EVERY = 64
 
+#: How often a scheduling pass that finds nothing still makes a step (engines do, for their own reasons).
+EMPTY_STEP_RATE = 0.03
+
 Core = Any  # PrefillCore | DecodeCore: the methods used here are the same
 
 
@@ -69,7 +72,7 @@ class SimInstance:
         self.rng: random.Random = world.rng
         self.process = Process(world.queue, spec.name, spec.name)
         self.workers = [SimWorker(world, self, rank) for rank in range(spec.tp)]
-        self.topology = Topology(tp_size=spec.tp, num_kv_heads=world.scenario.num_atoms)
+        self.topology = Topology(tp_size=spec.tp, num_kv_heads=world.scenario.num_kv_heads)
         self.num_events = 0
         self.pool: BlockPool
         self.engine: SimScheduler
@@ -387,6 +390,8 @@ class SimInstance:
             return
         step = self.engine.schedule()
         self.after_scheduling()
+        if step is None and self.rng.random() < EMPTY_STEP_RATE:
+            step = self.engine.empty_step()
         if step is None:
             return
         self.world.trace.count("engine.steps")

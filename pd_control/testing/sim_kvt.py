@@ -143,7 +143,7 @@ class SimSender:
 
     ``report(key, target_rank, tokens, code, detail)`` is the SEND_DONE of one slice.
     ``connect(sender, target)`` makes the data connection, or None if nobody is there.
-    ``overlaps(instance, rank)``: whether that target holds heads that this rank has.
+    ``sends_to(instance, rank)``: whether this rank is the one that feeds heads to that target.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SimSender:
         instance: str,
         rank: int,
         connect: Callable[[SimSender, Target], DataConnection | None],
-        overlaps: Callable[[str, int], bool],
+        sends_to: Callable[[str, int], bool],
         report: Callable[[bytes, int | None, int, Code, str], None],
     ) -> None:
         self.net = net
@@ -164,7 +164,7 @@ class SimSender:
         self.rank = rank
         self.trace: Trace = net.trace
         self.connect = connect
-        self.overlaps = overlaps
+        self.sends_to = sends_to
         self.report = report
         self.num_layers = len(memory.layers)
         self.reads_remotely = False  # cma
@@ -286,7 +286,7 @@ class SimSender:
         out = []
         of_key = self.slices.setdefault(send.key, {})
         for target in send.targets:
-            if not self.overlaps(send.target_instance, target.rank):
+            if not self.sends_to(send.target_instance, target.rank):
                 continue
             piece = of_key.get(target.rank)
             if piece is None:

@@ -4,8 +4,7 @@ A prompt's token ``i`` has the *tag* of its whole prefix ``[0, i]``, as real KV 
 Each element of a rank's cache holds (prefix tag, head atom, layer) packed in one int, so a missing, stale,
 foreign, misaligned or wrongly sliced element is a plain inequality.
 
-Heads are cut into *atoms*, the finest slices any two ranks of the seed exchange; a rank of a TP group of
-size t holds ``num_atoms / t`` consecutive ones. A block row is stored atom-major:
+An *atom* is one KV head; a rank holds consecutive ones. A block row is stored atom-major:
 ``row[atom * block_size + offset]``.
 """
 

@@ -169,6 +169,11 @@ class Channel:
         if now_s >= stream.busy_until_s:
             self._acked(stream)
         stream.busy_until_s = max(now_s, stream.busy_until_s) + delay_s
+        if stream.flush_timer is not None:
+            stream.flush_timer.cancel()
+            stream.flush_timer = self.net.queue.at(
+                stream.busy_until_s, self._flush, side, self.gen
+            )
 
     def _acked(self, stream: _Stream) -> None:
         for _ in range(stream.num_sent):

@@ -272,9 +272,12 @@ class Pair:
 
     def p_schedule(self, request_id: str | None, count: int) -> None:
         """One main step: ``count`` more tokens of one request (None: an empty step)."""
-        for queue in ("p.core",):  # drained at the start of each plan_step
-            while self.queues.get(queue):
-                self.step(queue)
+        while self.queues.get("p.core"):  # drained at the start of each plan_step
+            self.step("p.core")
+        self.p_plan_without_draining(request_id, count)
+
+    def p_plan_without_draining(self, request_id: str | None, count: int) -> None:
+        """The same, for commands that come just too late for the draining."""
         run = self.runs.get(request_id) if request_id else None
         if run is not None and run.done:
             run = None

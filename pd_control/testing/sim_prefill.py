@@ -31,6 +31,7 @@ from pd_control.protocol.effects import (
 from pd_control.protocol.events import (
     AbortReceived,
     BlocksWanted,
+    FirstToken,
     LinkUp,
     PrefillReceived,
     RenewReceived,
@@ -63,16 +64,24 @@ class SimPrefill(SimInstance):
 
     # -- router and peers (loop thread, except add) --------------------------------------------
 
-    def add_dual(self, request_id: str, content: Content, num_takers: int) -> None:
+    def add_dual(
+        self, request_id: str, content: Content, num_takers: int, num_new_tokens: int
+    ) -> None:
         """Core thread: the router's copy of a dual-mode request."""
-        self._admit(request_id, content, content.request_content, num_takers)
+        self._admit(request_id, content, content.request_content, num_takers, num_new_tokens)
 
     def _admit(
-        self, request_id: str, content: Content, ids: RequestContent, num_takers: int
+        self,
+        request_id: str,
+        content: Content,
+        ids: RequestContent,
+        num_takers: int,
+        num_new_tokens: int,
     ) -> None:
         self.planner.add_request(request_id)
         self.post(RequestAdded(request_id, ids, num_takers))
-        self.engine.add(SimRequest(request_id, content, 1, False, self.world.root_of(request_id)))
+        root = self.world.root_of(request_id)
+        self.engine.add(SimRequest(request_id, content, num_new_tokens, False, root))
         self.world.prefill_began(self, request_id)
         self.wake()
 
@@ -144,6 +153,8 @@ class SimPrefill(SimInstance):
 
     def run_command(self, command: CoreCommand) -> None:
         if isinstance(command, OfferTransfer | WithdrawTransfer | ForgetRequest | ReleaseLease):
+            if isinstance(command, ForgetRequest):
+                self.world.prefill_let_go(command.request_id)
             event = self.planner.apply(command)
             if event is not None:
                 self.post(event)
@@ -153,7 +164,7 @@ class SimPrefill(SimInstance):
                 self.world.trace.count("prefill.refused")
                 self.post(RequestRefused(command.request_id, Code.BUSY, "no room"))
             else:
-                self._admit(command.request_id, content, command.content, 1)
+                self._admit(command.request_id, content, command.content, 1, 1)
         elif isinstance(command, AbortRequest):
             self.engine.abort(command.request_id, "aborted by the driver")
             self.wake()
@@ -199,6 +210,12 @@ class SimPrefill(SimInstance):
         event = self.planner.preempt(request.request_id)
         if event is not None:
             self.post(event)
+
+    def on_token(self, request: SimRequest, position: int, token: int) -> None:
+        first = position == request.content.num_prompt_tokens
+        if first and request.max_new_tokens > 1:
+            self.world.trace.count("prefill.first_token_early")
+            self.post(FirstToken(request.request_id, token))
 
     def on_finished(self, request: SimRequest, reason: str) -> None:
         token = None

@@ -16,7 +16,13 @@ FailurePolicy = Literal["fail", "recompute", "retry"]
 Mode = Literal["single", "dual"]
 
 FaultKind = Literal[
-    "kill_scheduler", "kill_worker", "pause", "partition", "break_channel", "slow_rank"
+    "kill_scheduler",
+    "kill_worker",
+    "pause",
+    "partition",
+    "break_channel",
+    "slow_rank",
+    "undiscovered",
 ]
 
 
@@ -67,6 +73,7 @@ class ClientRequest:
     num_prompt_tokens: int
     prefill_delay_s: float  # dual: since arrival; negative: P never gets it
     prefill_aborts: tuple[Abort, ...]
+    prefill_new_tokens: int  # dual: how many tokens P itself generates
     takers: tuple[Taker, ...]
 
     @property
@@ -92,11 +99,12 @@ class Scenario:
     faults: list[Fault]
     block_size: int
     num_layers: int
-    num_atoms: int
+    num_kv_heads: int
     generation: Generation
     transport: Literal["tcp", "cma"]
     choose: Literal["round_robin", "least_loaded"]
     deadline_scale: float
+    odd_deadlines: bool  # each scaled by itself, so that any may be the first to pass
     latency_s: float
     spike_rate: float
     spike_s: float
@@ -118,6 +126,7 @@ class Scenario:
         """Nothing breaks in it, so no transfer may end by a deadline or a lost peer."""
         return not (
             self.faults
+            or self.odd_deadlines
             or self.lose_call_rate
             or self.break_channel_rate
             or self.break_data_rate
@@ -134,14 +143,25 @@ class Scenario:
         return small
 
 
-def _lcm_atoms(sizes: list[int]) -> int:
-    atoms = 1
-    for size in sizes:
-        a, b = atoms, size
-        while b:
-            a, b = b, a % b
-        atoms = atoms * size // a
-    return atoms
+def head_range(rank: int, tp: int, num_kv_heads: int) -> tuple[int, int]:
+    """The KV heads [lo, hi) that a TP rank holds; 0 heads (MLA) means one that every rank has."""
+    heads = max(1, num_kv_heads)
+    if tp >= heads:
+        head = rank * heads // tp
+        return head, head + 1
+    each = heads // tp
+    return rank * each, (rank + 1) * each
+
+
+def _choose_heads(rng: random.Random, sizes: list[int]) -> int:
+    """A number of KV heads that fits all TP sizes of the seed: cut to single heads, several a rank,
+    replicated over ranks, or MLA."""
+    fitting = [h for h in (1, 2, 3, 4, 6, 8, 12) if all(not (h % t and t % h) for t in sizes)]
+    most = max(sizes)
+    usual = [h for h in fitting if h >= most]
+    if rng.random() < 0.7 and usual:
+        return usual[0]
+    return rng.choice([0, *fitting])
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -164,7 +184,7 @@ def draw_scenario(seed: int) -> Scenario:
     for prefill, count in ((True, num_p), (False, num_d)):
         for i in range(count):
             need = -(-(max_prompt + 10) // block_size)
-            num_blocks = need * (rng.choice((2, 3)) if tight else rng.choice((8, 16)))
+            num_blocks = int(need * rng.choice((1.3, 2, 3) if tight else (8, 16)))
             instances.append(
                 InstanceSpec(
                     name=f"{'p' if prefill else 'd'}{i}",
@@ -245,6 +265,7 @@ def draw_scenario(seed: int) -> Scenario:
                 num_prompt_tokens=prompt_tokens,
                 prefill_delay_s=-1.0 if lost else prefill_delay_s,
                 prefill_aborts=aborts("prefill") if dual else (),
+                prefill_new_tokens=rng.choice((1, 1, 1, 3)),
                 takers=tuple(takers),
             )
         )
@@ -265,6 +286,7 @@ def draw_scenario(seed: int) -> Scenario:
                 "partition",
                 "break_channel",
                 "slow_rank",
+                "undiscovered",
             )
         )
         spec = rng.choice(instances)
@@ -272,6 +294,7 @@ def draw_scenario(seed: int) -> Scenario:
         at_s = rnd() * (span_s + 5 * step_s)
         target = {
             "kill_scheduler": spec.name,
+            "undiscovered": f"{rng.choice(p_names)}|{rng.choice(d_names)}",
             "partition": f"{rng.choice(p_names)}|{rng.choice(d_names)}",
             "break_channel": "",
         }.get(kind, rank)
@@ -301,12 +324,13 @@ def draw_scenario(seed: int) -> Scenario:
         faults=faults,
         block_size=block_size,
         num_layers=rng.choice((1, 2, 2, 3)),
-        num_atoms=_lcm_atoms([i.tp for i in instances]),
+        num_kv_heads=_choose_heads(rng, [i.tp for i in instances]),
         generation=rng.choice(("step", "bypass", "substep", "substep")),
         transport=rng.choice(("tcp", "tcp", "cma")),
         choose=rng.choice(("round_robin", "least_loaded")),
         # Deadlines shorter than a few steps would expire without any fault.
         deadline_scale=1.0 if step_s >= 1.0 else rng.choice((0.2, 1.0)),
+        odd_deadlines=not calm and rnd() < 0.15,
         latency_s=rng.choice((0.0001, 0.0005, 0.005)),
         spike_rate=rng.choice((0.0, 0.05, 0.2)),
         spike_s=rng.choice((0.01, 0.2, 0.2 if calm else 1.5)),

@@ -23,6 +23,7 @@ from pd_control.testing.sim_kvt import SimSender
 from pd_control.testing.sim_memory import RankMemory
 from pd_control.testing.sim_net import Channel, Process
 from pd_control.testing.sim_receiver import SimReceiver
+from pd_control.testing.sim_scenario import head_range
 from pd_control.testing.sim_trace import Violation
 
 if TYPE_CHECKING:
@@ -50,14 +51,8 @@ class SimWorker:
         self.name = f"{spec.name}/{rank}"
         # Data crosses hosts where the instances do; one host per instance.
         self.process = Process(world.queue, self.name, spec.name)
-        width = scenario.num_atoms // spec.tp
-        self.memory = RankMemory(
-            scenario.num_layers,
-            spec.num_blocks,
-            scenario.block_size,
-            rank * width,
-            (rank + 1) * width,
-        )
+        lo, hi = head_range(rank, spec.tp, scenario.num_kv_heads)
+        self.memory = RankMemory(scenario.num_layers, spec.num_blocks, scenario.block_size, lo, hi)
         self.slowness = 1.0
         self.channel: Channel | None = None
         self.sender: SimSender
@@ -83,7 +78,7 @@ class SimWorker:
             self.instance.spec.name,
             self.rank,
             world.connect_data,
-            self._overlaps,
+            self._sends_to,
             self._send_done,
         )
         self.sender.reads_remotely = world.scenario.transport == "cma"
@@ -116,9 +111,8 @@ class SimWorker:
                 return f"{self.name} has an open grant on it"
         return ""
 
-    def _overlaps(self, instance: str, rank: int) -> bool:
-        lo, hi = self.world.atoms_of(instance, rank)
-        return max(lo, self.memory.atom_lo) < min(hi, self.memory.atom_hi)
+    def _sends_to(self, instance: str, rank: int) -> bool:
+        return (self.rank, rank) in self.world.pairs(self.instance.spec.name, instance)
 
     def data_address(self) -> str:
         return f"tcp://{self.name}#{self.process.num_starts}"

@@ -8,7 +8,8 @@ from typing import Any
 from pd_control.ids import Content as RequestContent
 from pd_control.ids import TransferId
 from pd_control.messages import Target
-from pd_control.protocol.events import DecodeRequest, Mode, OnFailure
+from pd_control.protocol.events import DecodeRequest, Mode, OnFailure, PeerFound, PeerGone
+from pd_control.protocol.ranks import rank_pairs
 from pd_control.protocol.settings import Deadlines, Generation, Settings
 from pd_control.testing.sim_clock import EventQueue
 from pd_control.testing.sim_decode import SimDecode
@@ -24,6 +25,8 @@ from pd_control.testing.sim_worker import SimWorker
 
 #: A run that takes more events than this goes round in circles.
 MAX_EVENTS = 5_000_000
+#: What hand-offs between threads may add to a deadline.
+SLACK_S = 1.0
 #: Nothing in a scenario needs more virtual time.
 MAX_VIRTUAL_S = 50_000.0
 
@@ -37,6 +40,9 @@ CALM_NEVER = (
     "fatal.workers",
     "load_done.TIMEOUT",
 )
+
+#: Tables of a core that outlive its requests: peers, and what is remembered for a time or a number.
+MAY_REMAIN = ("marks", "peers", "tombstones")
 
 _POLICY = {
     "fail": OnFailure.FAIL,
@@ -79,14 +85,23 @@ class World:
         self.takers_at: dict[str, str] = {}  # live D request -> instance
         self.prefill_live: dict[tuple[str, str], None] = {}
         self.keys: dict[bytes, str] = {}  # transfer key -> client request (for the trace)
+        self.nobody_comes = {r.request_id: 0.0 for r in scenario.requests if not r.takers}
         self.restarting: dict[str, None] = {}
+        self._pairs: dict[tuple[str, str], frozenset[tuple[int, int]]] = {}
         self.longest_wait_s = 0.0
 
     def _settings(self) -> Settings:
         scenario = self.scenario
         scale = scenario.deadline_scale
         defaults = Deadlines()
-        deadlines = Deadlines(**{n: getattr(defaults, n) * scale for n in Deadlines.__slots__})
+        rng = random.Random(f"deadlines {scenario.seed}")
+        values = {}
+        for name in Deadlines.__slots__:
+            own = rng.choice((0.02, 0.1, 0.2, 1.0)) if scenario.odd_deadlines else scale
+            if name == "tombstone_s":
+                own = 1.0  # it has to outlive a call that comes late, after a pause, too
+            values[name] = getattr(defaults, name) * own
+        deadlines = Deadlines(**values)
         return Settings(
             deadlines=deadlines,
             generation=Generation(scenario.generation),
@@ -129,7 +144,7 @@ class World:
         self, request: ClientRequest, start_s: float, prefixes: list[list[int]]
     ) -> None:
         prefix = prefixes[request.prefix][: request.prefix_tokens] if request.prefix >= 0 else None
-        max_new = max((t.max_new_tokens for t in request.takers), default=1)
+        max_new = max([request.prefill_new_tokens, *(t.max_new_tokens for t in request.takers)])
         length = request.num_prompt_tokens + max_new
         seed = self.scenario.seed
         tags = make_tags(random.Random(f"prompt {seed} {request.index}"), length, prefix)
@@ -168,7 +183,8 @@ class World:
             self.trace.count("client.prefill_refused")
             return
         takers = max(1, len(request.takers))
-        instance.to_core(instance.add_dual, request.request_id, content, takers)
+        new_tokens = request.prefill_new_tokens
+        instance.to_core(instance.add_dual, request.request_id, content, takers, new_tokens)
         for abort in request.prefill_aborts:
             instance.process.after(
                 abort.after_s, instance.to_core, instance.abort, request.request_id
@@ -248,6 +264,27 @@ class World:
             text = f"{request_id} ended twice on {instance.spec.name}"
             raise Violation("one outcome", text, self.root_of(request_id))
         self.trace.count(f"prefill.{reason.split(' ')[0]}")
+        if reason == "finished" and request_id in self.nobody_comes:
+            self.nobody_comes[request_id] = self.queue.now_s
+
+    def prefill_let_go(self, request_id: str) -> None:
+        """P's core thread is told to forget a request: one that nobody ever asked for was held for the
+        hold lease at most (a client that is gone must not pin P for longer)."""
+        since_s = self.nobody_comes.pop(request_id, 0.0)
+        if since_s and not self.scenario.faults:
+            held_s = self.queue.now_s - since_s
+            hold_s = self.settings.deadlines.hold_s
+            if held_s > hold_s + SLACK_S:
+                text = f"{request_id} was held {held_s:.2f} s for nobody, hold_s is {hold_s:g}"
+                raise Violation("hold", text, self.root_of(request_id))
+
+    def decode_lease_back(self, request_id: str, told_s: float) -> None:
+        """D's blocks come back: where nothing breaks, within the time a grant may take to close."""
+        late_s = self.queue.now_s - told_s
+        grant_s = self.settings.deadlines.grant_s
+        if self.scenario.is_calm and late_s > grant_s + SLACK_S:
+            text = f"blocks of {request_id} came back {late_s:.2f} s after its end"
+            raise Violation("blocks back", text, self.root_of(request_id))
 
     def instance_died(self, instance: SimInstance) -> None:
         """Clients of a dead engine see their connection end."""
@@ -284,12 +321,21 @@ class World:
                 between = {connection.sender.instance, connection.receiver.instance} == {a, b}
                 if between and self.rng.random() < 0.5:
                     connection.end("partition")
+        elif fault.kind == "undiscovered":
+            a, b = fault.target.split("|")
+            decode = self.instances[b]
+            if decode.process.alive:
+                decode.handle(PeerGone(a))
+                decode.process.after(fault.duration_s, self._discovered, decode, a)
         elif fault.kind == "slow_rank":
             worker = self.workers[fault.target]
             worker.slowness = fault.factor
             self.queue.after(fault.duration_s, self._normal_speed, worker)
         else:
             self.net.break_some_channel()
+
+    def _discovered(self, decode: SimInstance, prefill: str) -> None:
+        decode.handle(PeerFound(prefill, f"tcp://{prefill}"))
 
     def _normal_speed(self, worker: SimWorker) -> None:
         worker.slowness = 1.0
@@ -327,9 +373,13 @@ class World:
             return self.rng.randrange(instance.spec.tp)
         return None
 
-    def atoms_of(self, instance: str, rank: int) -> tuple[int, int]:
-        memory = self.workers[f"{instance}/{rank}"].memory
-        return memory.atom_lo, memory.atom_hi
+    def pairs(self, source: str, target: str) -> frozenset[tuple[int, int]]:
+        """Which ranks of one instance feed which of another (as both cores and kvt work it out)."""
+        found = self._pairs.get((source, target))
+        if found is None:
+            topologies = self.instances[source].topology, self.instances[target].topology
+            found = self._pairs[source, target] = frozenset(rank_pairs(*topologies))
+        return found
 
     def connect_data(self, sender: SimSender, target: Target) -> DataConnection | None:
         """A data connection to exactly the process that the target names, if it lives."""
@@ -408,8 +458,19 @@ class World:
             fail(f"undrained commands {list(instance.commands)}")
         if not instance.core.is_idle():
             fail(f"core is not idle: {instance.core.snapshot(now_s)}")
+        snapshot = instance.core.snapshot(now_s)
+        left_over = {k: v for k, v in snapshot["tables"].items() if v and k not in MAY_REMAIN}
+        if left_over or snapshot.get("steps"):
+            fail(f"tables {left_over}, steps {snapshot.get('steps')}")
         if instance.answers:
             fail("unanswered calls")
+        if isinstance(instance, SimPrefill):
+            table = instance.planner.leases
+        else:
+            assert isinstance(instance, SimDecode)
+            table = instance.leases
+        if table.acquired != table.released or any(table.blocks.values()):
+            fail(f"leases taken {table.acquired}, returned {table.released}, held {table.blocks}")
         if isinstance(instance, SimDecode) and len(instance.leases):
             left = list(instance.leases)
             fail(f"leases left: {left}", *(self.root_of(x.request_id) for x in left))
