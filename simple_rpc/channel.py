@@ -198,8 +198,9 @@ class Channel:
                 attachment.connection.write_frame(FAIL, pack_fail(*farewell))
             attachment.drop(error, flush=farewell is not None)
         self._metrics.count(f"channel.ended.{error.code.name}")
-        if self._ended is not None:
-            self._ended()
+        ended, self._ended, self._parked = self._ended, None, None  # and no cycle is left behind
+        if ended is not None:
+            ended()
         self._tell_flushed()
         _call(self.on_lost, error)
 
@@ -249,6 +250,7 @@ class _Attachment:
         """Lets go of the connection; nothing it still says reaches the channel."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if flush:
             self.connection.close(error)
         else:
@@ -278,7 +280,8 @@ class _Attachment:
             elif body != EMPTY_ARRAY:
                 check_beat(body)
         except PeerProtocolError as error:
-            self.on_violation(error)
+            # Kept as the channel's error: with its traceback it would keep this frame, a cycle.
+            self.on_violation(error.with_traceback(None))
 
     def on_violation(self, error: PeerProtocolError) -> None:
         self.channel._metrics.count("channel.violation")

@@ -21,7 +21,13 @@ class ManualTimer:
         self.is_cancelled = False
 
     def cancel(self) -> None:
+        """Like asyncio's, it lets go of the callback at once."""
         self.is_cancelled = True
+        self.callback, self.args = _nothing, ()
+
+
+def _nothing() -> None:
+    pass
 
 
 class ManualClock:

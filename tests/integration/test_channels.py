@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -512,3 +514,31 @@ async def test_hundreds_of_channels_leave_no_task_and_no_descriptor(tcp):
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert len(asyncio.all_tasks()) == tasks
     assert len(tcp.table) == 0
+
+
+@pytest.mark.parametrize("who", ["near", "far"])
+async def test_a_channel_that_is_over_is_freed_without_the_collector(tcp, who):
+    """Thousands of channels come and go; none of them may wait for a collection."""
+    far: list[Channel] = []
+    tcp.server.on_channel("plain", lambda peer, channel: far.append(channel))
+    near = await open_channel(
+        tcp.client,
+        tcp.address,
+        kind="plain",
+        deadline=Deadline.after(3.0, tcp.clock),
+        clock=tcp.clock,
+    )
+    near.publish("ITEM", 1)
+    gc.collect()
+    gc.disable()
+    try:
+        (near if who == "near" else far[0]).close()
+        await until(lambda: near.error is not None and far[0].error is not None)
+        await settle(50)
+        refs = [weakref.ref(near), weakref.ref(far.pop())]
+        near = None  # type: ignore[assignment]
+        await settle(50)
+        tcp.clock.advance(100.0)  # nor is it held by a timer
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
