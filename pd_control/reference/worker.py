@@ -82,10 +82,63 @@ def make_reduce(init: WorkerInit) -> Any:
     return dist.all_reduce
 
 
+class ControlHooks:
+    """The worker's half of the control plane: kvt over this rank's cache."""
+
+    def __init__(self, init: WorkerInit, cache: list[torch.Tensor], model: Model) -> None:
+        """Registers with the scheduler. Raises RpcError, KvtError, ConfigError; nothing runs then."""
+        from kvt_bindings import LayoutBuilder
+        from pd_control.config import load as load_config
+        from pd_control.runtime.kvt_plane import KvtPlane
+        from pd_control.runtime.worker_side import WorkerSide
+
+        assert init.control is not None
+        config = load_config(environ={}, **init.control["config"])
+        builder = LayoutBuilder(
+            model=f"{model.spec.name}:{cache[0].dtype}", tp_size=init.tp_size, tp_rank=init.tp_rank
+        )
+        group = builder.add_group(init.block_tokens)
+        for layer, tensor in enumerate(cache):
+            builder.add_layer(layer, group, "nhd", [tensor], heads_total=model.spec.num_kv_heads)
+        self._side = WorkerSide(
+            config,
+            init.tp_rank,
+            init.control["scheduler_address"],
+            KvtPlane(config, builder.build()),
+            on_lost=_end_process,
+        )
+        self._side.start()
+        self._device = torch.device(init.device)
+        self._is_recording = False
+
+    def before_step(self, step: int, metadata: Any) -> None:
+        """``metadata`` is the prefill driver's plan; None on an engine without that role."""
+        self._is_recording = metadata is not None
+        if self._is_recording:
+            self._side.start_step(step, metadata)
+
+    def layer_done(self, step: int, layer: int) -> None:
+        if self._is_recording:
+            stream = 0
+            if self._device.type == "cuda":
+                stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._side.record_event(step, layer, stream)
+
+    def after_step(self, step: int) -> Any:
+        return self._side.freeze_step(step) if self._is_recording else None
+
+    def close(self) -> None:
+        self._side.close()
+
+
+def _end_process(reason: str) -> None:
+    """Loop thread: without its scheduler a worker can promise nothing; the kernel tells the peers."""
+    print(f"worker {os.getpid()}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def make_hooks(init: WorkerInit, cache: list[torch.Tensor], model: Model) -> StepHooks:
-    if init.control is None:
-        return NoHooks()
-    raise NotImplementedError
+    return NoHooks() if init.control is None else ControlHooks(init, cache, model)
 
 
 def run_step(

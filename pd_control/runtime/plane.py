@@ -33,9 +33,9 @@ class WorkerHost(Protocol):
         """Any thread: run `function` on the loop thread, soon; dropped after the worker's close."""
         ...
 
-    def connect_data(self, address: str, incarnation: bytes, target_rank: int) -> None:
-        """Any thread. Connect to another worker and hand the socket to `data_connected`, or report
-        to `data_failed`; both on the loop thread."""
+    @property
+    def client(self) -> Client:
+        """For the servers of other workers."""
         ...
 
     def lost(self, reason: str) -> None:
@@ -74,14 +74,6 @@ class DataPlane(Protocol):
     def data_accepted(self, sock: DetachedSocket) -> None:
         """A P worker has connected (authenticated, silent until it reads GO, which the plane is to
         send). Owns the socket. Raises RpcError to refuse."""
-        ...
-
-    def data_connected(self, target_rank: int, incarnation: bytes, sock: DetachedSocket) -> None:
-        """The answer to `connect_data`; GO has been read. Owns the socket."""
-        ...
-
-    def data_failed(self, target_rank: int, incarnation: bytes, code: int, detail: str) -> None:
-        """The other answer to `connect_data`."""
         ...
 
     def close(self) -> None:

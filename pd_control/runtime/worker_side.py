@@ -32,8 +32,7 @@ from simple_rpc import (
     new_incarnation,
 )
 from simple_rpc._entries import CallContext
-from simple_rpc.handoff import DetachedSocket
-from simple_rpc.loop_thread import Fatal, LoopThread, Scope
+from simple_rpc.loop_thread import Fatal, LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -167,36 +166,6 @@ class WorkerSide:
             self._thread.call(function, *args)
 
     # -- data connections --------------------------------------------------------------------------
-
-    def connect_data(self, address: str, incarnation: bytes, target_rank: int) -> None:
-        """Any thread."""
-        self.call(self._connect_data, address, incarnation, target_rank)
-
-    def _connect_data(self, address: str, incarnation: bytes, target_rank: int) -> None:
-        def failed(error: BaseException) -> None:
-            code = error.code if isinstance(error, RpcError) else Code.INTERNAL
-            self.plane.data_failed(target_rank, incarnation, int(code), str(error))
-
-        self._thread.spawn(
-            self._connect(address, incarnation, target_rank),
-            name=f"data connection to {address}",
-            scope=Scope.PEER,
-            on_failure=failed,
-        )
-
-    async def _connect(self, address: str, incarnation: bytes, target_rank: int) -> None:
-        deadline = Deadline.after(self._config.deadlines.connect_s)
-        connection = await self.client.connect(address, deadline, expect_incarnation=incarnation)
-        try:
-            # GO is the last thing that Python reads here; the next word is native code's.
-            await connection.request(
-                wire.DATA.head, [self.rank, target_rank], deadline=deadline, hold=True
-            )
-            sock = DetachedSocket(connection.detach(), connection.peer)
-        except BaseException:
-            connection.close()
-            raise
-        self.plane.data_connected(target_rank, incarnation, sock)
 
     def _on_data(self, request: wire.DataRequest, context: CallContext) -> None:
         """A P worker connects. The answer (GO) is native code's, as the first thing that it sends."""

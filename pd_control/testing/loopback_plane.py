@@ -160,12 +160,6 @@ class LoopbackPlane:
         sock.close()
         raise RpcError(Code.INCOMPATIBLE, "this plane has no data connections")
 
-    def data_connected(self, target_rank: int, incarnation: bytes, sock: DetachedSocket) -> None:
-        sock.close()
-
-    def data_failed(self, target_rank: int, incarnation: bytes, code: int, detail: str) -> None:
-        """Never asked for."""
-
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             self._hub.gate.wait()

@@ -1,0 +1,122 @@
+"""What routers say about a request, in ``kv_transfer_params``, and what P answers.
+
+The keys keep the meanings that they have for vLLM's own connectors. On P (``do_remote_decode``) the
+request becomes known under its *reference*: ``transfer_id`` if the router made one, else the base of its
+request id. On D (``do_remote_prefill``) the reference is ``transfer_id`` or ``remote_request_id``, and P is
+found by ``remote_host`` and ``remote_port``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: vLLM appends "-" and eight hex digits to every request id, and "-<prompt index>" before that.
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_CHILD_PREFIX = re.compile(r"^(\d+)_(?=.)")
+MAX_REFERENCE_CHARS = 256
+
+
+class ParamsError(ValueError):
+    """``kv_transfer_params`` that cannot be followed; the message names key, expected and got."""
+
+
+def base_request_id(request_id: str) -> str:
+    """The part of a vLLM request id that P's and D's have in common: without the random suffix and,
+    for one of several samples of a request, without its index."""
+    return _CHILD_PREFIX.sub("", _RANDOM_SUFFIX.sub("", request_id))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParams:
+    """P's half: hold the KV under ``reference`` for ``num_takers`` decoders."""
+
+    reference: str
+    num_takers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParams:
+    """D's half: the KV of ``reference`` is at the P whose control address this is."""
+
+    reference: str
+    address: str
+    engine_id: str = ""
+
+
+def _text(params: Mapping[str, Any], key: str) -> str:
+    value = params.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_REFERENCE_CHARS:
+        raise ParamsError(
+            f"{key}: expected at most {MAX_REFERENCE_CHARS} characters, got {value!r}"
+        )
+    return value
+
+
+def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | DecodeParams | None:
+    """The part a request plays; None: it is nobody's half.
+
+    Raises:
+        ParamsError: it says that it is one and does not say enough.
+    """
+    if not params:
+        return None
+    if params.get("mode") == "single":
+        raise ParamsError(
+            "mode: single-request mode is not possible through vLLM's hooks (a connector cannot add "
+            "requests to P); send the request to both, or to P first"
+        )
+    if params.get("do_remote_decode"):
+        takers = params.get("num_takers", 1)
+        if type(takers) is not int or not 1 <= takers <= 1024:
+            raise ParamsError(f"num_takers: expected 1 to 1024, got {takers!r}")
+        return PrefillParams(_text(params, "transfer_id") or base_request_id(request_id), takers)
+    if not params.get("do_remote_prefill"):
+        return None
+    reference = _text(params, "transfer_id") or _text(params, "remote_request_id")
+    if not reference:
+        raise ParamsError("transfer_id: expected the id under which P has the request, got none")
+    host, port = _text(params, "remote_host"), params.get("remote_port")
+    if isinstance(port, str) and port.isdigit():
+        port = int(port)
+    if not host or type(port) is not int or not 0 < port < 65536:
+        raise ParamsError(
+            f"remote_host, remote_port: expected P's control address, got {host!r}, {port!r}"
+        )
+    host = f"[{host}]" if ":" in host else host
+    return DecodeParams(reference, f"tcp://{host}:{port}", _text(params, "remote_engine_id"))
+
+
+def answer(
+    *,
+    reference: str,
+    engine_id: str,
+    host: str,
+    port: int,
+    tp_size: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """P's answer: the whole key set of the pull convention, so that routers copy it as they always do.
+
+    Block ids are null: no reference of ours lets anybody read blocks by number.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": None,
+        "remote_engine_id": engine_id,
+        "remote_request_id": reference,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": tp_size,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "push",
+        "transfer_id": reference,
+    }

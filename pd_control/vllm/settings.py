@@ -1,0 +1,79 @@
+"""vLLM's configuration as ours, and what is refused at start-up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pd_control.config import Config, load
+
+#: Versions that the connector is tested with; others may work and are refused unless told otherwise.
+SUPPORTED = ("0.32", "0.31")
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+
+class UnsupportedError(RuntimeError):
+    """This vLLM, or this configuration of it, cannot be served; the message names what and why."""
+
+
+def check_version(version: str, allow_untested: bool) -> None:
+    """Raises UnsupportedError for a version that was not tested."""
+    if not version.startswith(tuple(s + "." for s in SUPPORTED)) and not allow_untested:
+        raise UnsupportedError(
+            f"vLLM {version} is not among the tested versions ({', '.join(SUPPORTED)}); set "
+            '"allow_untested_version": true in kv_connector_extra_config to try it'
+        )
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Raises UnsupportedError, naming every feature that stands in the way."""
+    parallel = vllm_config.parallel_config
+    found = []
+    if parallel.pipeline_parallel_size > 1:
+        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(f"{name} {getattr(parallel, name)}")
+    if getattr(parallel, "enable_dbo", False):
+        found.append("enable_dbo")
+    if vllm_config.model_config.is_encoder_decoder:
+        found.append("an encoder-decoder model")
+    if vllm_config.model_config.is_hybrid:
+        found.append("a model with per-request state (mamba, GDN)")
+    if found:
+        raise UnsupportedError(f"not supported by this connector: {', '.join(found)}")
+
+
+def make_config(
+    engine_id: str, kv_role: str, extra: Mapping[str, Any], on_load_failure: str
+) -> Config:
+    """Our configuration from ``kv_connector_extra_config``.
+
+    ``pd_control`` holds our sections as they would stand in a TOML file; ``control_port`` and
+    ``control_host`` are short for the address on which P listens (D's may be any). The environment counts
+    as always.
+
+    Raises:
+        ConfigError, UnsupportedError: with the name of the setting.
+    """
+    if kv_role not in ROLES:
+        raise UnsupportedError(f"kv_role {kv_role!r}: expected one of {', '.join(ROLES)}")
+    known = {"pd_control", "control_port", "control_host", "allow_untested_version"}
+    unknown = sorted(set(extra) - known)
+    if unknown:
+        raise UnsupportedError(
+            f"kv_connector_extra_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    sections: dict[str, Any] = dict(extra.get("pd_control", {}))
+    network = dict(sections.pop("network", {}))
+    if "control_port" in extra or "control_host" in extra:
+        host, port = extra.get("control_host", "127.0.0.1"), int(extra.get("control_port", 0))
+        network.setdefault("listen", f"tcp://{host}:{port}")
+    policy = dict(sections.pop("policy", {}))
+    policy.setdefault("on_load_failure", on_load_failure)
+    if policy["on_load_failure"] != on_load_failure:
+        raise UnsupportedError(
+            f"policy.on_load_failure {policy['on_load_failure']!r}: inside vLLM it is vLLM's own "
+            f"kv_load_failure_policy that decides, which is {on_load_failure!r}"
+        )
+    return load(instance=engine_id, role=ROLES[kv_role], network=network, policy=policy, **sections)

@@ -1,0 +1,68 @@
+"""An optional scheduler class: an engine that only waits for KV sleeps, and is woken by the push.
+
+``--scheduler-cls pd_control.vllm.sleeping.make_scheduler``. vLLM's stock loop runs an empty step a
+thousand times a second while any request waits. This subclass says "nothing to do" then, so the core
+blocks in its own input queue, and news from the loop thread wakes it by the message that vLLM's own
+shutdown uses.
+
+It reaches past the public interface in one place: the factory looks up the engine core, and its input
+queue, in the frame that called it. Where that is not the core of an engine process (an in-process
+engine would spin), the stock scheduler is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def make_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """What vLLM calls in place of a scheduler class; returns a scheduler."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreRequestType
+
+    vllm_config = kwargs.get("vllm_config") or args[0]
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    core = sys._getframe(1).f_locals.get("self")
+    queue = getattr(core, "input_queue", None)
+    if queue is None:
+        return base(*args, **kwargs)
+    scheduler = _sleeping(base)(*args, **kwargs)
+    connector = scheduler.connector
+    if connector is not None and hasattr(connector, "set_wake"):
+        connector.set_wake(lambda: queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+        scheduler.pd_can_sleep = True
+    return scheduler
+
+
+def _sleeping(base: type[Any]) -> type[Any]:
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
+
+    class SleepingScheduler(base):  # type: ignore[misc]
+        """The stock scheduler that knows when only waiting requests are left."""
+
+        pd_can_sleep = False
+
+        def has_requests(self) -> bool:
+            if not super().has_requests():
+                return False
+            if not self.pd_can_sleep:
+                return True
+            held = getattr(self, "kv_holding_waiting", None)
+            if held is None:
+                held = self.skipped_waiting
+            if (
+                self.running
+                or self.waiting
+                or self.finished_req_ids
+                or self.finished_recving_kv_req_ids
+                or self.failed_recving_kv_req_ids
+                or getattr(self, "_pause_state", PauseState.UNPAUSED) != PauseState.UNPAUSED
+                or any(r.status != RequestStatus.WAITING_FOR_REMOTE_KVS for r in held)
+            ):
+                return True
+            return bool(self.connector.has_news)
+
+    return SleepingScheduler
