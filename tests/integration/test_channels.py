@@ -17,8 +17,14 @@ from simple_rpc.link import open_channel
 from simple_rpc.metrics import Counters
 from simple_rpc.testing import FaultProxy, ManualClock, ScriptedPeer
 from simple_rpc.testing.clock import settle
+from tests.rpc_kit import LOOPS
 
 GUARD_S = 30.0
+
+
+@pytest.fixture(params=sorted(LOOPS), scope="module")
+def event_loop_policy(request):
+    return LOOPS[request.param]()
 
 
 async def until(

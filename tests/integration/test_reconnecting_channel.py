@@ -18,8 +18,14 @@ from simple_rpc.channel import Channel, ChannelState
 from simple_rpc.link import ReconnectingChannel, open_channel
 from simple_rpc.testing import FaultProxy, Faults, ManualClock
 from simple_rpc.testing.clock import settle
+from tests.rpc_kit import LOOPS
 
 GUARD_S = 60.0
+
+
+@pytest.fixture(params=sorted(LOOPS), scope="module")
+def event_loop_policy(request):
+    return LOOPS[request.param]()
 
 
 async def until(
