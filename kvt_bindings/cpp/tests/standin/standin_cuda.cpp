@@ -389,6 +389,37 @@ int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t by
   return copy("cuMemcpyHtoDAsync", image(to), static_cast<const char*>(from), true, bytes, stream);
 }
 
+// What tests in Python use of a driver, whether it is this one or a real one.
+
+int cuMemAlloc_v2(unsigned long long* address, std::size_t bytes) {
+  {
+    Driver& d = driver();
+    const std::lock_guard lock(d.mutex);
+    if (const int refused = enter("cuMemAlloc"); refused != 0) return refused;
+  }
+  *address = standin_alloc(bytes);
+  return kSuccess;
+}
+
+int cuMemFree_v2(unsigned long long address) {
+  standin_free(address);
+  return kSuccess;
+}
+
+int cuMemcpyHtoD_v2(unsigned long long to, const void* from, std::size_t bytes) {
+  std::memcpy(image(to), from, bytes);
+  return kSuccess;
+}
+
+int cuMemcpyDtoH_v2(void* to, unsigned long long from, std::size_t bytes) {
+  std::memcpy(to, image(from), bytes);
+  return kSuccess;
+}
+
+int cuMemsetD8Async(unsigned long long at, unsigned char value, std::size_t bytes, void* stream) {
+  return standin_fill(stream, at, value, bytes, 100);
+}
+
 unsigned long long standin_alloc(std::size_t bytes) {
   Driver& d = driver();
   const std::lock_guard lock(d.mutex);
