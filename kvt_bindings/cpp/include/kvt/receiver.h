@@ -101,7 +101,7 @@ struct ReceiverSnapshot {
   std::uint64_t num_connections_total = 0;
 };
 
-class Receiver {
+class Receiver : public std::enable_shared_from_this<Receiver> {
  public:
   // The cache's memory stays alive until close() has returned. `sink` outlives the receiver.
   Receiver(std::shared_ptr<const RankCache> cache, std::shared_ptr<CompletionSink> sink,
