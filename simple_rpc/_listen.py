@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._limits import Limits
+from ._tls_gate import TlsGate
 from .identity import Address
 
 UNIX_SOCKET_MODE = (
@@ -37,7 +38,7 @@ class Listener:
     """One listening socket and, for a Unix one, its file. ``close`` may be called twice."""
 
     address: Address
-    _server: asyncio.AbstractServer
+    _server: asyncio.AbstractServer | TlsGate
     _file_id: tuple[int, int] | None
 
     def close(self) -> None:
@@ -55,8 +56,10 @@ async def open_listener(
     limits: Limits,
     *,
     must_be_loopback: bool,
+    note: Callable[[str, str], None],
 ) -> Listener:
-    """Raises ``OSError``, with nothing left behind."""
+    """Raises ``OSError``, with nothing left behind. ``note(reason, message)`` is called for each stranger
+    that is refused before it could become a connection of ``factory``."""
     loop = asyncio.get_running_loop()
     file_id: tuple[int, int] | None = None
     if address.is_unix:
@@ -75,14 +78,23 @@ async def open_listener(
             if must_be_loopback and not ipaddress.ip_address(host).is_loopback:
                 raise ValueError(f"{address} resolved to {host}, which is not loopback")
             address = Address(host=address.host, port=port)
-        options: dict[str, Any] = {"sock": sock, "backlog": limits.listen_backlog}
+        server: asyncio.AbstractServer | TlsGate
         if ssl_context is not None:
-            options |= {"ssl": ssl_context, "ssl_handshake_timeout": limits.handshake_s}
-        server: asyncio.AbstractServer
-        if address.is_unix:
-            server = await loop.create_unix_server(factory, **options)
+            sock.setblocking(False)
+            server = TlsGate(
+                sock,
+                factory,
+                ssl_context,
+                handshake_s=limits.handshake_s,
+                max_handshaking=limits.max_handshaking,
+                note=note,
+            )
+        elif address.is_unix:
+            server = await loop.create_unix_server(
+                factory, sock=sock, backlog=limits.listen_backlog
+            )
         else:
-            server = await loop.create_server(factory, **options)
+            server = await loop.create_server(factory, sock=sock, backlog=limits.listen_backlog)
     except BaseException:
         sock.close()
         if file_id is not None:

@@ -185,6 +185,7 @@ class Server:
             self._ssl_context,
             self.limits,
             must_be_loopback=not (is_trusted or self._insecure),
+            note=lambda reason, message: self._note(reason, "a stranger", message),
         )
         try:
             self._check_open()
@@ -322,6 +323,9 @@ class Server:
     def note_closed(self, session: Session, error: RpcError) -> None:
         """A peer's fault ends its connection: count and log it."""
         reason = str(error.details.get("reason", error.code.name.lower()))
+        self._note(reason, session.describe, error.message)
+
+    def _note(self, reason: str, who: str | Callable[[], str], message: str) -> None:
         if reason not in self._closed and len(self._closed) >= MAX_REASONS:
             reason = "other"
         self._closed[reason] = self._closed.get(reason, 0) + 1
@@ -331,8 +335,8 @@ class Server:
             self._log_after_s[reason] = now_s + LOG_INTERVAL_S
             log.warning(
                 "closing the connection of %s: %s (%s, %d so far)",
-                session.describe(),
-                error.message,
+                who if isinstance(who, str) else who(),
+                message,
                 reason,
                 self._closed[reason],
             )
