@@ -66,7 +66,7 @@ class EventQueue:
                 continue
             self.now_s = time_s
             self.num_run += 1
-            self.digest = (self.digest * 1000003 + int(time_s * 1e9)) & 0xFFFFFFFFFFFFFFFF
+            self.digest = hash((self.digest, time_s))  # of numbers: the same in every process
             timer.fn = None
             fn(*timer.args)
             return True

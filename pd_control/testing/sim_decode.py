@@ -42,6 +42,7 @@ from pd_control.testing.sim_memory import Content
 from pd_control.testing.sim_net import Channel
 from pd_control.testing.sim_prefill import SimPrefill
 from pd_control.testing.sim_trace import Violation
+from pd_control.testing.sim_wire import call_over_wire
 from pd_control.testing.sim_worker import SimWorker
 
 
@@ -167,9 +168,12 @@ class SimDecode(SimInstance):
             self.process.after(0.0, failed, "UNREACHABLE")
             return
         me = self.me
+        message = effect.message
+        if world.scenario.real_wire:
+            message = call_over_wire(message)
 
         def at_peer(answer: Callable[[Any], None]) -> None:
-            target.on_call(me, effect.message, answer)
+            target.on_call(me, message, answer)
 
         timeout_s = max(0.0, effect.deadline_s - world.queue.now_s)
         world.trace.count(f"call.{effect.message.HEAD}")

@@ -20,6 +20,9 @@ from pd_control.testing.sim_blocks import BlockPool
 from pd_control.testing.sim_memory import Content
 from pd_control.testing.sim_trace import Trace, Violation
 
+#: Requests without room that one scheduling pass looks past.
+MAX_SKIPPED = 3
+
 WAITING, RUNNING, REMOTE, FINISHED = "waiting", "running", "remote", "finished"
 
 
@@ -313,7 +316,12 @@ class SimScheduler:
 
     def _admit(self, budget: int, items: list[Item]) -> int:
         skipped: list[SimRequest] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+        while (
+            self.waiting
+            and budget > 0
+            and len(self.running) < self.max_running
+            and len(skipped) < MAX_SKIPPED
+        ):
             request = self.waiting.popleft()
             size = self.block_size
             limit = (request.num_tokens - 1) // size  # at least one token is computed here

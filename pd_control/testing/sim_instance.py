@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pd_control.testing.sim_world import World
 
 #: Events of a core between two looks at everything that waits in it.
-CHECK_EVERY = 64
+CHECK_EVERY = 128
 
 #: How often a scheduling pass that finds nothing still makes a step (engines do, for their own reasons).
 EMPTY_STEP_RATE = 0.03
@@ -74,6 +74,7 @@ class SimInstance:
         self.workers = [SimWorker(world, self, rank) for rank in range(spec.tp)]
         self.topology = Topology(tp_size=spec.tp, num_kv_heads=world.scenario.num_kv_heads)
         self.num_events = 0
+        self.nothing_due = True
         self.pool: BlockPool
         self.engine: SimScheduler
         self.core: Core
@@ -230,7 +231,8 @@ class SimInstance:
         self.num_events += 1
         if due_s is not None:
             self._arm(due_s)
-        if (due_s is None and not core.is_idle()) or self.num_events % CHECK_EVERY == 0:
+        nothing_due, self.nothing_due = self.nothing_due, due_s is None
+        if (due_s is None and not nothing_due) or self.num_events % CHECK_EVERY == 0:
             problem = waits_for_ever(core, now_s)
             if problem:
                 raise Violation("deadline", f"{self.spec.name}: {problem}", world.subject_of(event))

@@ -143,11 +143,11 @@ class Channel:
         if self.lost:
             return
         stream = self.streams[side]
-        stream.items.append((head, item))
+        self.publish(side, head, item)
         if self.broken_since_s is None and stream.flush_timer is None:
             net = self.net
             if net.queue.now_s >= stream.busy_until_s:
-                self._acked(stream)
+                self.acked(side)
                 # The loop thread gathers what is published in one turn.
                 stream.flush_timer = net.queue.after(0.0, self._flush, side, self.gen)
             else:
@@ -156,9 +156,14 @@ class Channel:
     def connect(self) -> None:
         """The opener has the acceptor's answer: the streams run."""
         if not self.lost and self.broken_since_s is not None:
-            self.broken_since_s = None
-            for side in (0, 1):
-                self._flush(side, self.gen)
+            self._resume()
+
+    def _resume(self) -> None:
+        self.broken_since_s = None
+        for side in (0, 1):
+            self.attach(side)
+        for side in (0, 1):
+            self._flush(side, self.gen)
 
     def stall(self, side: int, delay_s: float) -> None:
         """Let nothing of this stream leave for a while (a slow reader, a full socket)."""
@@ -167,40 +172,75 @@ class Channel:
         stream = self.streams[side]
         now_s = self.net.queue.now_s
         if now_s >= stream.busy_until_s:
-            self._acked(stream)
+            self.acked(side)
         stream.busy_until_s = max(now_s, stream.busy_until_s) + delay_s
         if stream.flush_timer is not None:
             stream.flush_timer.cancel()
-            stream.flush_timer = self.net.queue.at(
-                stream.busy_until_s, self._flush, side, self.gen
-            )
+            stream.flush_timer = self.net.queue.at(stream.busy_until_s, self._flush, side, self.gen)
 
-    def _acked(self, stream: _Stream) -> None:
+    # What the streams themselves do; `sim_wire` has the same with the real machines.
+
+    def publish(self, side: int, head: str, item: Any) -> None:
+        self.streams[side].items.append((head, item))
+
+    def attach(self, side: int) -> None:
+        """A connection stands; this side's stream may send on it."""
+
+    def detach(self, side: int) -> None:
+        """The connection broke: what was in flight will be sent again."""
+        self.streams[side].num_sent = 0
+
+    def acked(self, side: int) -> None:
+        """The frame in flight from this side is acknowledged."""
+        stream = self.streams[side]
         for _ in range(stream.num_sent):
             stream.items.popleft()
         stream.first_unacked += stream.num_sent
         stream.num_sent = 0
+
+    def next_frame(self, side: int) -> Any:
+        """All that waits, with the number of its first item; None if nothing does."""
+        stream = self.streams[side]
+        stream.num_sent = len(stream.items)
+        return (stream.first_unacked, list(stream.items)) if stream.items else None
+
+    def accept(self, side: int, frame: Any) -> list[tuple[str, list[Any]]]:
+        """The groups in a frame from this side that were not delivered before."""
+        stream = self.streams[side]
+        first, items = frame
+        skip = stream.expected - first
+        if skip > 0:
+            self.net.trace.count("news.duplicate_items", min(skip, len(items)))
+            items = items[skip:]
+        if items:
+            stream.expected = max(stream.expected, first) + len(items)
+        groups: list[tuple[str, list[Any]]] = []
+        for head, item in items:
+            if groups and groups[-1][0] == head:
+                groups[-1][1].append(item)
+            else:
+                groups.append((head, [item]))
+        return groups
 
     def _flush(self, side: int, gen: int) -> None:
         stream = self.streams[side]
         stream.flush_timer = None
         if self.lost or gen != self.gen or self.broken_since_s is not None:
             return
-        self._acked(stream)
-        if not stream.items:
+        self.acked(side)
+        frame = self.next_frame(side)
+        if frame is None:
             return
         net = self.net
-        stream.num_sent = len(stream.items)
         delay_s = net.latency_s(self.ends[side], self.ends[1 - side])
         stream.busy_until_s = (
             net.queue.now_s + delay_s + net.latency_s(self.ends[side], self.ends[1 - side])
         )
-        frame = list(stream.items)
-        net.queue.after(delay_s, self._arrive, side, gen, stream.first_unacked, frame)
+        net.queue.after(delay_s, self._arrive, side, gen, frame)
         if net.break_channel_rate and net.rng.random() < net.break_channel_rate:
             net.queue.after(net.rng.random() * 2 * delay_s, self.break_connection, gen)
 
-    def _arrive(self, side: int, gen: int, first: int, frame: list[tuple[str, Any]]) -> None:
+    def _arrive(self, side: int, gen: int, frame: Any) -> None:
         receiver = self.ends[1 - side]
         if self.lost or gen != self.gen or not receiver.is_(self.starts[1 - side]):
             return
@@ -214,25 +254,11 @@ class Channel:
                 self.streams[side].flush_timer = self.net.queue.at(
                     self.streams[side].busy_until_s, self._flush, side, gen
                 )
-            self.net.queue.at(receiver.paused_until_s, self._arrive, side, gen, first, frame)
+            self.net.queue.at(receiver.paused_until_s, self._arrive, side, gen, frame)
             return
-        stream = self.streams[side]
-        skip = stream.expected - first
-        if skip > 0:
-            self.net.trace.count("news.duplicate_items", min(skip, len(frame)))
-            frame = frame[skip:]
-        if not frame:
-            return
-        stream.expected = max(stream.expected, first) + len(frame)
         owner = self.owners[1 - side]
-        head, items = frame[0][0], [frame[0][1]]
-        for next_head, item in frame[1:]:
-            if next_head == head:
-                items.append(item)
-            else:
-                owner.on_news(self, 1 - side, head, items)
-                head, items = next_head, [item]
-        owner.on_news(self, 1 - side, head, items)
+        for head, items in self.accept(side, frame):
+            owner.on_news(self, 1 - side, head, items)
 
     def break_connection(self, gen: int | None = None) -> None:
         """The TCP connection breaks. What was not acknowledged may or may not have arrived."""
@@ -242,10 +268,10 @@ class Channel:
         self.gen += 1
         now_s = self.net.queue.now_s
         self.broken_since_s = now_s
-        for stream in self.streams:
-            if stream.num_sent and now_s >= stream.busy_until_s:
-                self._acked(stream)
-            stream.num_sent = 0
+        for side, stream in enumerate(self.streams):
+            if now_s >= stream.busy_until_s:
+                self.acked(side)
+            self.detach(side)
             stream.busy_until_s = 0.0
             if stream.flush_timer is not None:
                 stream.flush_timer.cancel()
@@ -271,10 +297,8 @@ class Channel:
         if up_s > now_s:
             net.queue.at(up_s + RECONNECT_S * net.rng.random(), self._reconnect)
             return
-        self.broken_since_s = None
         net.trace.count("net.channel_resumes")
-        for side in (0, 1):
-            self._flush(side, self.gen)
+        self._resume()
 
     def peer_died(self) -> None:
         """One end's process is gone: the other sees the end of the connection (or silence) and is told."""
@@ -286,6 +310,13 @@ class Channel:
         self.gen += 1
         self.broken_since_s = net.queue.now_s
         net.queue.after(delay_s, self._lose, "peer died")
+
+    def peer_silent(self) -> None:
+        """One end has said nothing for three heartbeats, if it is still paused: the channel is lost."""
+        now_s = self.net.queue.now_s
+        if not self.lost and any(end.paused_until_s > now_s for end in self.ends):
+            self.net.trace.count("net.heartbeats_missed")
+            self._lose("missed heartbeats")
 
     def close(self, reason: str) -> None:
         """One side gives the channel up; the other learns it."""
@@ -322,6 +353,7 @@ class Network:
         self.queue = queue
         self.rng = rng
         self.trace = trace
+        self.channel_class: type[Channel] = Channel
         self.base_latency_s = 0.0002
         self.local_latency_s = 0.00005
         self.spike_rate = 0.0
@@ -455,10 +487,11 @@ class Network:
     ) -> Channel:
         """A channel between two live processes (the LINK call is the caller's business). Not
         ``connected``: what is sent waits for :meth:`Channel.connect`, the opener's reading of GO."""
-        channel = Channel(self, (opener, acceptor), owners)
-        if not connected:
-            channel.broken_since_s = self.queue.now_s
+        channel = self.channel_class(self, (opener, acceptor), owners)
+        channel.broken_since_s = self.queue.now_s
         self._channels[channel] = None
+        if connected:
+            channel.connect()
         return channel
 
     def forget_channel(self, channel: Channel) -> None:
@@ -469,6 +502,12 @@ class Network:
         for channel in list(self._channels):
             if process in channel.ends:
                 channel.peer_died()
+
+    def process_paused(self, process: Process) -> None:
+        """Call after ``paused_until_s`` was set: a long silence costs the links to other hosts."""
+        for channel in self._channels:
+            if process in channel.ends and self.crosses(*channel.ends):
+                self.queue.after(HEARTBEAT_LOSS_S, channel.peer_silent)
 
     def break_some_channel(self) -> None:
         """Break one live channel, chosen at random (fault injection)."""

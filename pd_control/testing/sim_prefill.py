@@ -48,6 +48,7 @@ from pd_control.testing.sim_instance import PoolRefs, SimInstance
 from pd_control.testing.sim_memory import Content
 from pd_control.testing.sim_net import Channel
 from pd_control.testing.sim_trace import Violation
+from pd_control.testing.sim_wire import plan_over_wire
 from pd_control.testing.sim_worker import SimWorker
 
 
@@ -191,7 +192,10 @@ class SimPrefill(SimInstance):
         if plan.sends:
             self.world.trace.count("send.main_step", len(plan.sends))
         self.post(plan.event)
-        self.send_step(step, plan.sends)
+        sends = plan.sends
+        if sends and self.world.scenario.real_wire:
+            sends = plan_over_wire(sends)
+        self.send_step(step, sends)
 
     def on_rank_output(self, step: SimStep, rank: int, code: Code, ack: int | None) -> None:
         if not self.outputs_at_end:

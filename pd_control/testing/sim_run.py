@@ -52,7 +52,7 @@ def run_scenario(scenario: Scenario, trace: bool = False, whole_trace: bool = Fa
         num_requests=sum(max(1, len(r.takers)) for r in scenario.requests),
         num_events=world.queue.num_run,
         virtual_s=world.queue.now_s,
-        digest=world.queue.digest,
+        digest=world.queue.digest & 0xFFFFFFFFFFFFFFFF,
         counts=world.trace.counts,
         failure=failure,
         rule=rule,

@@ -102,6 +102,7 @@ class Scenario:
     num_kv_heads: int
     generation: Generation
     transport: Literal["tcp", "cma"]
+    real_wire: bool  # pack, frame and unpack all that is said
     choose: Literal["round_robin", "least_loaded"]
     deadline_scale: float
     odd_deadlines: bool  # each scaled by itself, so that any may be the first to pass
@@ -327,6 +328,7 @@ def draw_scenario(seed: int) -> Scenario:
         num_kv_heads=_choose_heads(rng, [i.tp for i in instances]),
         generation=rng.choice(("step", "bypass", "substep", "substep")),
         transport=rng.choice(("tcp", "tcp", "cma")),
+        real_wire=rnd() < 0.1,
         choose=rng.choice(("round_robin", "least_loaded")),
         # Deadlines shorter than a few steps would expire without any fault.
         deadline_scale=1.0 if step_s >= 1.0 else rng.choice((0.2, 1.0)),

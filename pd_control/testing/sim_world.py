@@ -21,6 +21,7 @@ from pd_control.testing.sim_net import Network
 from pd_control.testing.sim_prefill import SimPrefill
 from pd_control.testing.sim_scenario import ClientRequest, Fault, Scenario, Taker
 from pd_control.testing.sim_trace import FAULTS, Trace, Violation
+from pd_control.testing.sim_wire import WireChannel
 from pd_control.testing.sim_worker import SimWorker
 
 #: A run that takes more events than this goes round in circles.
@@ -61,6 +62,8 @@ class World:
         self.trace = Trace(trace)
         self.net = Network(self.queue, self.rng, self.trace)
         net = self.net
+        if scenario.real_wire:
+            net.channel_class = WireChannel
         net.base_latency_s = scenario.latency_s
         net.spike_rate, net.spike_s = scenario.spike_rate, scenario.spike_s
         net.lose_call_rate = scenario.lose_call_rate
@@ -314,6 +317,7 @@ class World:
             process.paused_until_s = max(
                 process.paused_until_s, self.queue.now_s + fault.duration_s
             )
+            self.net.process_paused(process)
         elif fault.kind == "partition":
             a, b = fault.target.split("|")
             self.net.partition(a, b, fault.duration_s)

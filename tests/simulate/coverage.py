@@ -17,6 +17,8 @@ _FAULTS = (
     *(f"net.{what}" for what in ("calls_lost", "answers_lost", "calls_duplicated")),
     *(f"net.{what}" for what in ("channel_breaks", "channel_resumes", "channels_lost")),
     "news.duplicate_items",
+    "net.heartbeats_missed",
+    "wire.frames",
     "data.connections_broken",
     "engine.steps_failed",
     "substep.acks_lost",
