@@ -15,12 +15,10 @@ Rules
 
 from __future__ import annotations
 
-import enum
-
-from pd_control.protocol.machine import Row, Table
+from pd_control.protocol.machine import Row, Table, TableEnum
 
 
-class DRequestState(enum.Enum):
+class DRequestState(TableEnum):
     WAITING_BLOCKS = "waiting_blocks"
     LINKING = "linking"  # blocks leased; waiting for the link to P
     GRANTING = "granting"  # waiting for each rank's ack of its opened grant
@@ -34,7 +32,7 @@ class DRequestState(enum.Enum):
     RECOMPUTE = "recompute"
 
 
-class DRequestInput(enum.Enum):
+class DRequestInput(TableEnum):
     ALLOCATED = "allocated"  # blocks are leased and something is to be loaded
     NOTHING_WANTED = "nothing_wanted"  # blocks are leased and D has it all
     LINKED = "linked"

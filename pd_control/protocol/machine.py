@@ -12,6 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+
+class TableEnum(enum.Enum):
+    """Base of states and inputs. Members are singletons, so they hash by identity: at C speed,
+    where `enum.Enum` hashes the name in Python."""
+
+    __hash__ = object.__hash__
+
+
 S = TypeVar("S", bound=enum.Enum)
 I = TypeVar("I", bound=enum.Enum)  # noqa: E741  the letter that a transition table uses
 

@@ -14,19 +14,17 @@ Rules
 
 from __future__ import annotations
 
-import enum
-
-from pd_control.protocol.machine import Row, Table
+from pd_control.protocol.machine import Row, Table, TableEnum
 
 
-class PRequestState(enum.Enum):
+class PRequestState(TableEnum):
     KNOWN = "known"  # taken by the engine (or being admitted for a PREFILL), in no step yet
     PREFILLING = "prefilling"  # in at least one step of this residence
     HELD = "held"  # its prompt's KV is complete, or the engine has finished it
     RELEASED = "released"  # over; the record lives until the core thread and all readers let go
 
 
-class PRequestInput(enum.Enum):
+class PRequestInput(TableEnum):
     PLANNED = "planned"  # a step computes tokens of it
     COMPLETE = "complete"  # every rank succeeded with every step that wrote its prompt
     FINISHED = "finished"  # the engine is done with it, KV intact

@@ -16,12 +16,10 @@ Rules
 
 from __future__ import annotations
 
-import enum
-
-from pd_control.protocol.machine import Row, Table
+from pd_control.protocol.machine import Row, Table, TableEnum
 
 
-class PTransferState(enum.Enum):
+class PTransferState(TableEnum):
     PARKED = "parked"  # P does not know the request yet
     QUEUED = "queued"  # accepted; no send planned yet
     SENDING = "sending"  # at least one send planned
@@ -29,7 +27,7 @@ class PTransferState(enum.Enum):
     DONE = "done"
 
 
-class PTransferInput(enum.Enum):
+class PTransferInput(TableEnum):
     BOUND = "bound"  # the request became known
     SUBMITTED = "submitted"  # a send is planned in a step, a substep or frozen
     ALL_SENT = "all_sent"  # every expected completion is in, all OK

@@ -17,6 +17,7 @@ from pd_control.protocol.effects import Effect
 from pd_control.protocol.prefill_peers import PeerLayer
 from pd_control.protocol.prefill_state import (
     ACK,
+    ADMIT,
     DRAIN,
     HOLD,
     PARK,
@@ -83,7 +84,8 @@ class PrefillCore(PeerLayer):
             raise TypeError(f"expected an event of P, got {type(event).__name__}")
         self._now_s = max(now_s, self._now_s)
         handler(event)
-        self._flush_sends()
+        if self._attach or self._frozen:
+            self._flush_sends()
         effects, self._effects = self._effects, []
         return effects
 
@@ -102,6 +104,8 @@ class PrefillCore(PeerLayer):
         self.counters.add(f"deadline.{name}")
         if name == HOLD:
             self._on_hold_due(self._requests[str(owner)])
+        elif name == ADMIT:
+            self._on_admit_due(self._requests[str(owner)])
         elif name == ACK:
             assert isinstance(owner, int)
             self._on_ack_due(owner)

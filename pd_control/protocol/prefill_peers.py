@@ -22,7 +22,7 @@ from pd_control.protocol.events import (
 )
 from pd_control.protocol.p_transfer import PTransferState
 from pd_control.protocol.prefill_requests import RequestLayer
-from pd_control.protocol.prefill_state import PARK, Link, PRequest, PTransfer
+from pd_control.protocol.prefill_state import ADMIT, PARK, Link, PRequest, PTransfer
 
 MAX_RENEWALS_PER_ITEM = 65_536  # request ids in one RENEW; more are refused and counted
 
@@ -94,6 +94,7 @@ class PeerLayer(RequestLayer):
         self._requests[request_id] = request
         self._num_queued += 1
         self._bind(transfer, request)  # the offer goes first: the first step can carry it
+        self._timers.set((ADMIT, request_id), self._now_s + self.settings.deadlines.admit_s)
         self._emit(AdmitRequest(request_id, content, message.payload))
         self._accept(event.call_ref)
 

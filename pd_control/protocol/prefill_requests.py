@@ -17,7 +17,7 @@ from pd_control.protocol.events import (
     WorkerRegistered,
 )
 from pd_control.protocol.p_request import PRequestInput, PRequestState
-from pd_control.protocol.prefill_state import HOLD, PRESSURE, PRequest, PTransfer
+from pd_control.protocol.prefill_state import ADMIT, HOLD, PRESSURE, PRequest, PTransfer
 from pd_control.protocol.prefill_steps import StepLayer
 
 
@@ -32,6 +32,7 @@ class RequestLayer(StepLayer):
             if request.confirmed:
                 self.counters.add("request_added.duplicate")
             request.confirmed = True
+            self._timers.cancel((ADMIT, request.request_id))
             return
         if event.request_id in self._forgetting:
             # Either its admission was taken back while it was on its way, or the planner let a live
@@ -156,6 +157,11 @@ class RequestLayer(StepLayer):
     def _on_hold_due(self, request: PRequest) -> None:
         self._expire(request, "hold")
 
+    def _on_admit_due(self, request: PRequest) -> None:
+        waited_s = self.settings.deadlines.admit_s
+        message = f"the engine has not admitted it in {waited_s:g} s"
+        self._void(request, Code.BUSY, message, tell_engine=True)
+
     def _expire(self, request: PRequest, why: str) -> None:
         if self._request_input(request, PRequestInput.EXPIRED):
             self.counters.add(f"p_request.expired.{why}")
@@ -204,6 +210,7 @@ class RequestLayer(StepLayer):
         """RELEASED: nothing new begins; what is read is drained; the core thread is told."""
         request.reason = reason
         self._stop_hold(request)
+        self._timers.cancel((ADMIT, request.request_id))
         del self._requests[request.request_id]
         for transfer in request.live_transfers():
             self._fail(transfer, code, reason)

@@ -29,6 +29,7 @@ from pd_control.protocol.tombstones import TimedTable
 PairsRule = Callable[[Topology, Topology], Pairs]
 
 # Timer keys: what waits, and its name.
+ADMIT = "admit"  # (ADMIT, request id)
 HOLD = "hold"  # (HOLD, request id)
 PARK = "park"  # (PARK, key)
 QUEUE = "queue"  # (QUEUE, key)

@@ -16,7 +16,7 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 from pd_control.protocol.p_request import PRequestState
-from pd_control.protocol.prefill_state import DRAIN, HOLD, PARK, QUEUE, SEND, TimerKey
+from pd_control.protocol.prefill_state import ADMIT, DRAIN, HOLD, PARK, QUEUE, SEND, TimerKey
 
 if TYPE_CHECKING:
     from pd_control.protocol.prefill_state import PrefillState, PRequest, PTransfer
@@ -70,7 +70,7 @@ def request_view(core: PrefillState, request: PRequest, now_s: float) -> dict[st
         "leases": [*leases, *request.last_leases],
         "why_held": _why_held(request),
         "takers": [len(request.takers), request.num_takers],
-        "deadline": _deadline(core, now_s, (HOLD, request.request_id)),
+        "deadline": _deadline(core, now_s, (HOLD, request.request_id), (ADMIT, request.request_id)),
         "transfers": [transfer_view(core, t, now_s) for t in request.transfers.values()],
     }
 
@@ -127,7 +127,7 @@ def snapshot(core: PrefillState, now_s: float, after: str, limit: int) -> dict[s
         },
         "counters": dict(sorted(core.counters.items())),
         "links": [str(link.peer) for link in core._links.values()],
-        "workers": {rank: inc.hex() for rank, inc in sorted(core._workers.items())},
+        "workers": {str(rank): inc.hex() for rank, inc in sorted(core._workers.items())},
         "steps": [
             {
                 "step": record.step,

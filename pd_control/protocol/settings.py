@@ -23,25 +23,19 @@ class Generation(str, enum.Enum):
 class Deadlines:
     """Seconds. The comment says who waits for what, and what follows."""
 
-    connect_s: float = 3.0  # D: link and call; UNREACHABLE → policy
+    connect_s: float = 3.0  # D: a link, and the answer to a call; UNREACHABLE, TIMEOUT → policy
     blocks_s: float = 60.0  # D: blocks from its engine; FAILED(BUSY)
-    grant_s: float = (
-        5.0  # D: a worker's ack of an open or close; P: of a cancel; that worker is fatal
-    )
-    park_s: float = (
-        10.0  # P: a request it does not know yet (NOT_FOUND); both: marks of early ABORTs
-    )
-    queue_s: float = 60.0  # D: accepted, not STARTED; CLOSING → policy, blocks given back
+    grant_s: float = 5.0  # D: acks of an open or close, P: of a cancel; the worker is fatal
+    park_s: float = 10.0  # P: a request it does not know (NOT_FOUND); also marks of early ABORTs
+    queue_s: float = 60.0  # D: accepted, not STARTED (P: twice that); CLOSING → policy, no retry
     progress_s: float = 10.0  # D: P says all is sent and data is missing; TIMEOUT → policy
     load_s: float = 120.0  # D: STARTED to all LOAD_DONE; CLOSING → policy
     hold_s: float = 30.0  # P: KV held, no taker; renewable; EXPIRED
     hold_max_s: float = 120.0  # P: end of all renewals, from the first moment of HELD; EXPIRED
     pressure_hold_s: float = 1.0  # P: least age of a hold that pressure for blocks may expire
     send_s: float = 120.0  # P: STARTED to the last SEND_DONE; DRAINING
-    substep_s: float = (
-        5.0  # P: after a step's first end, its missing acks; unknown → transfers fail
-    )
-    admit_s: float = 10.0  # P: its engine's answer to an admission; NOT_FOUND... see PrefillCore
+    substep_s: float = 5.0  # P: from a step's first report, the others; unknown → transfers fail
+    admit_s: float = 10.0  # P: its engine's answer to an admission by PREFILL; BUSY
     tombstone_s: float = 60.0  # P: how long GONE is answered for what was let go
 
 

@@ -199,6 +199,26 @@ def test_park_is_also_how_long_an_early_abort_is_remembered() -> None:
         assert len(pair.admitted) == admitted
 
 
+def test_admit_an_engine_that_does_not_answer_an_admission_is_busy() -> None:
+    pair = make()
+    pair.add_d_request("r", PROMPT)
+    pair.allocate("r", 10)
+    pair.pump_until(fx.AdmitRequest)
+    (admit,) = pair.take(fx.AdmitRequest)
+    pair.pump()
+    pair.advance(10 - E)
+    assert told(pair) == []
+    at = pair.p.next_deadline()
+    assert at is not None
+    pair.now_s = at
+    pair.to_p(ev.Tick())
+    pair.outbox.appendleft(("p", admit))  # the core thread takes its commands in order
+    pair.pump()
+    assert told(pair) == [("failed", Code.BUSY)]
+    pair.advance(100)
+    pair.assert_clean()
+
+
 def test_hold_ends_without_a_taker() -> None:
     pair = make()
     hold_p(pair)
