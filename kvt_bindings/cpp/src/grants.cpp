@@ -27,7 +27,8 @@ constexpr std::size_t kMaxEndedSchedulers = 64;  // incarnations of one schedule
 
 }  // namespace
 
-Status SourceSlot::end(Code code, std::uint32_t tokens, std::string detail) {
+Status SourceSlot::end(Code code, std::uint32_t tokens, std::string detail,
+                       const std::function<void()>& before_telling) {
   std::shared_ptr<SlotEndBox> box;
   Completion completion;
   Status quiet;
@@ -53,6 +54,7 @@ Status SourceSlot::end(Code code, std::uint32_t tokens, std::string detail) {
     completion = Completion{
         Completion::Kind::kLoadDone, key_, own_rank_, source_rank_, tokens, code, detail};
   }
+  if (before_telling) before_telling();
   (code == Code::kOk ? counters_->completed : counters_->failed).fetch_add(1);
   sink_->push(std::move(completion));
   if (box) box->post({transfer_, code, tokens, std::move(detail)});
@@ -241,13 +243,13 @@ bool GrantTable::is_marked(const TransferKey& key) const {
 
 Status GrantTable::finish(const Grant& grant, SourceSlot& slot, Code code, std::uint32_t tokens,
                           std::string detail) {
-  Status quiet = slot.end(code, tokens, std::move(detail));
-  if (grant.all_ended()) {
+  // With the last source the grant is over before anybody hears of it.
+  return slot.end(code, tokens, std::move(detail), [&] {
+    if (!grant.all_ended()) return;
     const std::lock_guard held(mutex_);
     mark(grant.spec.key);
     grants_.erase(grant.spec.key);
-  }
-  return quiet;
+  });
 }
 
 Clock::time_point GrantTable::expire(Clock::time_point now) {

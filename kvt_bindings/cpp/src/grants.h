@@ -67,7 +67,9 @@ class SourceSlot {
   // Ends the slot; only the first call counts, pushes the completion and tells the connection. When
   // any call has returned OK no byte can land any more; otherwise a device copy could not be seen
   // to its end.
-  Status end(Code code, std::uint32_t tokens, std::string detail);
+  // `before_telling` runs in between, without the lock.
+  Status end(Code code, std::uint32_t tokens, std::string detail,
+             const std::function<void()>& before_telling = {});
 
   // A connection takes the slot. `expected` is the plan of the whole slice. False, with the reason,
   // if it is taken or ended.
