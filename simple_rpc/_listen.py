@@ -122,8 +122,8 @@ def _bind_unix(path: str, backlog: int) -> tuple[socket.socket, tuple[int, int]]
     The directory is locked meanwhile (``flock``: released by the kernel if we die), so that of two servers
     that find the same dead file one binds and the other sees it alive.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         _remove_if_dead(path)
