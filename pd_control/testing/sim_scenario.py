@@ -220,23 +220,25 @@ def draw_scenario(seed: int) -> Scenario:
     hot_prefix = rnd() < 0.1  # everybody sends the same system prompt, at once
     if hot_prefix:
         prefix_lengths[0] = max_prompt * 3 // 4
-        span_s = min(span_s, 4 * step_s)
+        span_s = 0.5 * step_s
 
     requests: list[ClientRequest] = []
     for index in range(num_requests):
-        dual = rnd() < mode_mix
+        dual = rnd() < (0.8 if hot_prefix else mode_mix)
         prefix = 0 if hot_prefix else rng.choice((-1, -1, 0, 1, 2))
         prompt_tokens = rng.randint(1, max_prompt)
+        if hot_prefix:
+            prompt_tokens = prefix_lengths[0] + rng.randint(0, 2)
         prefix_tokens = min(prefix_lengths[prefix], prompt_tokens) if prefix >= 0 else 0
         if prefix_tokens == prompt_tokens and rnd() < 0.8:
             prompt_tokens += 1
         num_takers = rng.choice((2, 3)) if dual and rnd() < 0.15 else 1
-        prefill_delay_s = rnd() * rng.choice((0.05, 1, 6)) * step_s
+        prefill_delay_s = rnd() * (0.3 if hot_prefix else rng.choice((0.05, 1, 6))) * step_s
 
         def taker_delay_s(prefill_delay_s: float = prefill_delay_s) -> float:
             # Half of them come while P is at it: that is where bypass and substep differ.
-            if rnd() < 0.5:
-                return prefill_delay_s + rnd() * 2.5 * step_s
+            if hot_prefix or rnd() < 0.5:
+                return prefill_delay_s + rnd() * (1.2 if hot_prefix else 2.5) * step_s
             return rnd() * rng.choice((0.05, 1, 4, 10)) * step_s
 
         gone = dual and rnd() < 0.04
@@ -247,7 +249,7 @@ def draw_scenario(seed: int) -> Scenario:
                 delay_s=taker_delay_s() if dual else 0.0,
                 policy=rng.choice(policy_mix),
                 wants_first_token=rnd() < first_token_rate,
-                tail_tokens=rng.choice((0, 1, 1, 1, 1, 2, 3, 7 if hot_prefix else 4)),
+                tail_tokens=rng.choice((3, 5, 7) if hot_prefix else (0, 1, 1, 1, 1, 2, 3, 4)),
                 max_new_tokens=rng.randint(1, 4),
                 aborts=aborts("decode"),
                 wrong_content=dual and rnd() < 0.03,
@@ -259,7 +261,7 @@ def draw_scenario(seed: int) -> Scenario:
             ClientRequest(
                 index=index,
                 mode="dual" if dual else "single",
-                prefill=rng.choice(p_names),
+                prefill=p_names[0] if hot_prefix else rng.choice(p_names),
                 arrival_s=rnd() * span_s,
                 prefix=prefix,
                 prefix_tokens=prefix_tokens,

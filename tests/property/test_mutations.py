@@ -81,7 +81,7 @@ def lease_returned_before_the_grants_are_closed(patch: Patch) -> None:
     check = TryLayer._check_closed
 
     def broken(self: Any, request: Any) -> None:
-        request.grants.clear()
+        request.grants = frozenset()
         check(self, request)
 
     patch.setattr(TryLayer, "_check_closed", broken)
@@ -91,7 +91,7 @@ def lease_returned_on_a_timer(patch: Patch) -> None:
     """The close deadline releases the blocks instead of declaring the worker lost."""
 
     def broken(self: Any, request: Any) -> None:
-        request.grants.clear()
+        request.grants = frozenset()
         self._check_closed(request)
 
     patch.setattr(TryLayer, "_on_close_due", broken)
@@ -170,7 +170,9 @@ def one_ack_speaks_for_all_ranks(patch: Patch) -> None:
 
 
 def refused_substep_is_not_planned_again(patch: Patch) -> None:
-    patch.setattr(StepLayer, "_repair", lambda self, transfer: transfer.repair.clear())
+    patch.setattr(
+        StepLayer, "_repair", lambda self, transfer: setattr(transfer, "repair", frozenset())
+    )
 
 
 def refusal_is_repaired_before_it_is_known(patch: Patch) -> None:
