@@ -92,6 +92,12 @@ class SimPrefill(SimInstance):
             self.world.trace.count("abort.prefill")
         self.wake()
 
+    def _give_up(self, request_id: str) -> None:
+        """Core thread: the engine itself cannot go on with it."""
+        if self.engine.abort(request_id, "gave up"):
+            self.world.trace.count("prefill.given_up")
+        self.wake()
+
     def accept_link(
         self, peer: PeerId, attributes: HeloAttributes, channel: Channel
     ) -> HeloAttributes:
@@ -166,6 +172,9 @@ class SimPrefill(SimInstance):
                 self.post(RequestRefused(command.request_id, Code.BUSY, "no room"))
             else:
                 self._admit(command.request_id, content, command.content, 1, 1)
+                if self.rng.random() < self.world.scenario.give_up_rate:
+                    delay_s = self.rng.random() * 3 * self.spec.step_s
+                    self.process.after(delay_s, self.to_core, self._give_up, command.request_id)
         elif isinstance(command, AbortRequest):
             self.engine.abort(command.request_id, "aborted by the driver")
             self.wake()

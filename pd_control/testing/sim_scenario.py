@@ -57,6 +57,9 @@ class Taker:
     tail_tokens: int
     max_new_tokens: int
     aborts: tuple[Abort, ...] = ()
+    max_attempts: int = 2
+    then: Literal["fail", "recompute"] = "recompute"  # when the attempts of a retry are used up
+    names_peer: bool = False  # single mode: asks for a P by name instead of leaving the choice
     wrong_content: bool = False  # its reference names somebody else's prompt (F07)
 
 
@@ -116,6 +119,9 @@ class Scenario:
     lose_ack_rate: float  # of step outputs that do not say which substeps were taken
     step_fail_rate: float
     refuse_rate: float  # of PREFILLs that P's engine does not admit
+    give_up_rate: float  # of requests admitted by PREFILL that P's engine later gives up
+    small_limits: bool  # tables so small that BUSY is heard
+    transfer_s: float  # time on the wire of one layer of a send, besides latency
     read_delay_s: float  # how long a sender takes to read one layer of a send
     stall_rate: float  # of items to workers before which the stream stalls, up to stall_s
     stall_s: float
@@ -252,6 +258,9 @@ def draw_scenario(seed: int) -> Scenario:
                 tail_tokens=rng.choice((3, 5, 7) if hot_prefix else (0, 1, 1, 1, 1, 2, 3, 4)),
                 max_new_tokens=rng.randint(1, 4),
                 aborts=aborts("decode"),
+                max_attempts=rng.choice((1, 2, 2, 3)),
+                then=rng.choice(("fail", "recompute")),
+                names_peer=rnd() < 0.2,
                 wrong_content=dual and rnd() < 0.03,
             )
             for t in range(0 if gone else num_takers)
@@ -345,6 +354,9 @@ def draw_scenario(seed: int) -> Scenario:
         lose_ack_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.3)),
         step_fail_rate=0.0 if calm else rng.choice((0.0, 0.0, 0.0, 0.05)),
         refuse_rate=rng.choice((0.0, 0.0, 0.05)),
+        give_up_rate=rng.choice((0.0, 0.0, 0.05)),
+        small_limits=rnd() < 0.08,
+        transfer_s=rng.choice((0.0001, 0.0001, 0.1 * step_s)),
         read_delay_s=rng.choice((0.0001, 0.001, 0.4 * step_s)),
         stall_rate=rng.choice((0.0, 0.0, 0.1)),
         stall_s=min(0.5, 2 * step_s),

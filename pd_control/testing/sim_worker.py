@@ -82,6 +82,7 @@ class SimWorker:
             self._send_done,
         )
         self.sender.reads_remotely = world.scenario.transport == "cma"
+        self.sender.transfer_s = world.scenario.transfer_s
         self.sender.read_delay_s = world.scenario.read_delay_s
         self.sender.progress_s *= world.scenario.deadline_scale
         self.receiver = SimReceiver(

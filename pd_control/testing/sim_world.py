@@ -10,7 +10,7 @@ from pd_control.ids import TransferId
 from pd_control.messages import Target
 from pd_control.protocol.events import DecodeRequest, Mode, OnFailure, PeerFound, PeerGone
 from pd_control.protocol.ranks import rank_pairs
-from pd_control.protocol.settings import Deadlines, Generation, Settings
+from pd_control.protocol.settings import Deadlines, Generation, Limits, Settings
 from pd_control.testing.sim_clock import EventQueue
 from pd_control.testing.sim_decode import SimDecode
 from pd_control.testing.sim_engine import SimRequest
@@ -105,8 +105,16 @@ class World:
                 own = 1.0  # it has to outlive a call that comes late, after a pause, too
             values[name] = getattr(defaults, name) * own
         deadlines = Deadlines(**values)
+        limits = Limits()
+        if scenario.small_limits:
+            limits = Limits(
+                max_requests=rng.choice((2, 5, 12)),
+                max_parked=rng.choice((1, 3)),
+                max_substeps_per_step=rng.choice((0, 1, 2)),
+            )
         return Settings(
             deadlines=deadlines,
+            limits=limits,
             generation=Generation(scenario.generation),
             choose=scenario.choose,
         )
@@ -118,7 +126,10 @@ class World:
         engine_s = 200.0 * max(i.step_s for i in self.scenario.instances) + 60.0
         crowd_s = len(self.scenario.requests) * 40 * max(i.step_s for i in self.scenario.instances)
         slow_s = 40 * 12.0 * sum(1 for f in self.scenario.faults if f.kind == "slow_rank")
-        return d.blocks_s + self.settings.max_attempts * attempt_s + engine_s + crowd_s + slow_s
+        attempts = max(
+            (t.max_attempts for r in self.scenario.requests for t in r.takers), default=1
+        )
+        return d.blocks_s + attempts * attempt_s + engine_s + crowd_s + slow_s
 
     # -- running -------------------------------------------------------------------------------
 
@@ -209,13 +220,15 @@ class World:
             request_id=request_id,
             content=content.request_content,
             mode=Mode.DUAL if dual else Mode.SINGLE,
-            peer_instance=request.prefill if dual else "",
+            peer_instance=request.prefill if dual or taker.names_peer else "",
             peer_address=f"tcp://{request.prefill}" if dual else "",
             remote_request_id=request.request_id if dual else "",
             payload=content_id,
             want_first_token=wants_first,
             recompute_tail_tokens=0 if wants_first else taker.tail_tokens,
             on_failure=_POLICY[taker.policy],
+            max_attempts=taker.max_attempts,
+            after_retries=_POLICY[taker.then],
         )
         self.takers_at[request_id] = taker.decode
         self.tokens[request_id] = 0

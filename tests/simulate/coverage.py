@@ -23,6 +23,7 @@ _FAULTS = (
     "engine.steps_failed",
     "substep.acks_lost",
     "prefill.refused",
+    "prefill.given_up",
     "fatal.workers",
 )
 _CLIENTS = (
