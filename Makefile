@@ -60,7 +60,7 @@ types: $(STAMP)-native $(STAMP)-dev $(STAMP)-test ## mypy --strict
 	@$(BIN)/mypy
 
 docs: $(STAMP)-docs ## the documentation into site/, strictly
-	@$(BIN)/mkdocs build -q --strict && echo "docs: site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict && echo "docs: site/index.html"
 
 sanitize: $(STAMP)-native ## the native tests under the address, undefined-behaviour and thread sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" tools/sanitize.sh $(ARGS)
