@@ -251,11 +251,14 @@ ReceiveConnection::Progress ReceiveConnection::move_payload() {
     case StepKind::kPeerGone:
       give_up(Code::kPeerLost, step.detail);
       return Progress::kStop;
-    case StepKind::kFailed:
-      fail(*carried, Code::kInternal,
-           "layer " + std::to_string(incoming_.layer) + ": " + step.detail);
+    case StepKind::kFailed: {
+      const std::string what = "layer " + std::to_string(incoming_.layer) + ": " + step.detail;
+      fail(*carried, Code::kInternal, what);
       incoming_.landing = false;
-      return Progress::kMore;
+      if (!placer_->is_asynchronous()) return Progress::kMore;
+      give_up(Code::kInternal, what);  // a device stage that has failed stays failed
+      return Progress::kStop;
+    }
     case StepKind::kWait:
       return Progress::kWait;
     case StepKind::kMore:
@@ -284,7 +287,8 @@ void ReceiveConnection::violation(Carried& carried, const std::string& detail) {
 bool ReceiveConnection::give_up(Code code, const std::string& detail) {
   if (!end_.ok()) return false;  // the first reason stands
   end_ = {code, detail};
-  if (code != Code::kPeerLost && socket_) {
+  if (code != Code::kPeerLost) {
+    collect_ended();  // results that are known go out first
     wire::Result result;
     result.code = code;
     result.detail = detail;

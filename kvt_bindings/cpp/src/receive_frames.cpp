@@ -257,7 +257,7 @@ bool ReceiveConnection::on_chunk_end(wire::Body body) {
     }
     if (!settled.ok()) {
       fail(*carried, settled.code, where + settled.detail);
-      return true;
+      return give_up(settled.code, where + settled.detail);
     }
   }
   if (carried->slot->commit(end.chunk.layer)) completed(end.chunk.transfer, *carried);

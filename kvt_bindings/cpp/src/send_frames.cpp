@@ -156,14 +156,15 @@ bool SocketSendConnection::gather(std::vector<iovec>* pieces) {
     if (ready.ok()) break;
     const TransferHandle transfer = item.transfer;
     give_up(transfer, ready.code, ready.detail, true);
-    return false;  // items_ has changed
+    lose(ready.code, ready.detail);  // a device stage that has failed stays failed
+    return false;                    // items_ has changed
   }
   return true;
 }
 
 bool SocketSendConnection::send_some() {
   for (int calls = 0; !items_.empty() && calls < kMaxCalls; ++calls) {
-    if (!gather(&pieces_)) continue;
+    if (!gather(&pieces_)) return false;
     msghdr message{};
     message.msg_iov = pieces_.data();
     message.msg_iovlen = pieces_.size();
@@ -176,7 +177,9 @@ bool SocketSendConnection::send_some() {
       writable_ = false;
       return true;
     } else if (errno != EINTR) {
-      return lose(Code::kPeerLost, std::string("send: ") + std::strerror(errno));
+      const std::string why = std::strerror(errno);
+      (void)receive_some();  // the peer may have said why it went
+      return lose(Code::kPeerLost, "send: " + why);
     }
   }
   return true;
