@@ -14,6 +14,10 @@ FINAL_MEMBER: Member = (1 << 30, 1 << 30)
 """P's FINAL, where D wants P's first token. No rank is numbered like this (`checks.MAX_RANKS`)."""
 
 
+NO_RANKS: frozenset[int] = frozenset()
+"""Sets of ranks are frozen ones: most are empty or shared, and an own empty set costs 216 bytes."""
+
+
 class Verdict(enum.Enum):
     """What one report did."""
 
@@ -41,7 +45,7 @@ class Completion:
 
     def __init__(self, expected: frozenset[Member]) -> None:
         self.expected = expected  # shared between transfers of the same pair of instances
-        self._missing = set(expected)
+        self._missing: set[Member] | frozenset[Member] = expected  # shared until the first report
         self.code = Code.OK
         self.detail = ""
         self.failed_by: Member | None = None
@@ -57,7 +61,10 @@ class Completion:
                 return Verdict.DUPLICATE
             self.unknown += 1
             return Verdict.UNKNOWN
-        self._missing.discard(member)
+        missing = self._missing
+        if not isinstance(missing, set):
+            missing = self._missing = set(missing)
+        missing.discard(member)
         self.tokens = tokens if self.tokens is None else min(self.tokens, tokens)
         if self.code is not Code.OK:
             return Verdict.LATE

@@ -14,7 +14,7 @@ from pd_control.codes import Code
 from pd_control.ids import PeerId
 from pd_control.messages import GrantOp, RankInfo, Topology
 from pd_control.protocol import events as ev
-from pd_control.protocol.completion import FINAL_MEMBER
+from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS
 from pd_control.protocol.d_request import DRequestInput, DRequestState
 from pd_control.protocol.decode_state import RENEW, DRequest, Outcome, PairsRule
 from pd_control.protocol.decode_tries import TryLayer
@@ -209,16 +209,17 @@ class DecodeCore(TryLayer):
             return
         if event.op == GrantOp.CLOSE:
             if request.state is _S.CLOSING:
-                request.grants.discard(event.rank)
+                request.grants -= {event.rank}
                 self._check_closed(request)
             else:
                 self.counters.add("grant_acked.unasked")
         elif event.op == GrantOp.OPEN and event.rank in request.unacked:
-            request.unacked.discard(event.rank)
+            request.unacked -= {event.rank}
             if event.code is not Code.OK:
                 message = f"rank {event.rank} did not open the grant: {event.detail}"
                 self._fail(request, event.code, message)
             elif not request.unacked:
+                request.unacked = NO_RANKS
                 self._granted(request)
 
     def _of_worker(self, rank: int, incarnation: bytes, key: bytes, what: str) -> DRequest | None:
@@ -255,8 +256,8 @@ class DecodeCore(TryLayer):
         self._ranks = tuple(self._workers[r] for r in sorted(self._workers))
         self._emit(VoidRankKv(rank, worker.incarnation))
         for request in list(self._requests.values()):
-            request.grants.discard(rank)
-            request.unacked.discard(rank)
+            request.grants -= {rank}
+            request.unacked -= {rank}
             if request.state is _S.CLOSING:
                 if request.outcome is Outcome.RETRY:
                     self._change_outcome(request, self._without_retry(request))

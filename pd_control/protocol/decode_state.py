@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pd_control.codes import Code
 from pd_control.ids import PeerId, TransferId
 from pd_control.messages import BlockIds, DInfo, RankInfo, Topology
-from pd_control.protocol.completion import Completion
+from pd_control.protocol.completion import NO_RANKS, Completion
 from pd_control.protocol.d_request import D_REQUEST, DRequestInput, DRequestState
 from pd_control.protocol.effects import Effect
 from pd_control.protocol.events import DecodeRequest, Mode, OnFailure
@@ -89,8 +89,8 @@ class DRequest:
         self.cached_tokens = 0
         self.lease_id = 0
         self.completion = _NOTHING
-        self.grants: set[int] = set()  # ranks that may hold a grant: opened, close not acked
-        self.unacked: set[int] = set()  # ranks whose open is not acked
+        self.grants = NO_RANKS  # ranks that may hold a grant: opened, close not acked
+        self.unacked = NO_RANKS  # ranks whose open is not acked
         self.call_id = 0
         self.holding = False  # its P is asked to keep the KV (dual mode)
         self.called = False  # P may know of this try

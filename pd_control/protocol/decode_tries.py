@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_control.codes import Code
 from pd_control.messages import AbortKind, Grant, GrantOp, Prefill, TransferKv
-from pd_control.protocol.completion import FINAL_MEMBER, Completion, Verdict
+from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS, Completion, Verdict
 from pd_control.protocol.d_request import DRequestInput, DRequestState
 from pd_control.protocol.decode_links import LinkLayer
 from pd_control.protocol.decode_state import REQUEST, DRequest, Outcome
@@ -76,6 +76,7 @@ class TryLayer(LinkLayer):
 
     def _open_grants(self, request: DRequest, peer: Peer) -> None:
         assert peer.peer_id is not None
+        request.grants = request.unacked = peer.own_ranks
         for rank, sources in peer.sources.items():
             grant = Grant(
                 GrantOp.OPEN,
@@ -87,8 +88,6 @@ class TryLayer(LinkLayer):
                 request.wanted_end,
                 sources,
             )
-            request.grants.add(rank)
-            request.unacked.add(rank)
             self._emit(WorkerNews(rank, self._workers[rank].incarnation, grant))
 
     def _granted(self, request: DRequest) -> None:
@@ -160,7 +159,7 @@ class TryLayer(LinkLayer):
         """READY: every rank has closed its grant before it reported, so nobody can write."""
         self.counters.add("d_request.ready")
         self._emit(RequestLoaded(request.request_id, num_tokens, request.first_token))
-        request.grants.clear()
+        request.grants = NO_RANKS
         self._leave_peer(request)
         self._end(request)
 
@@ -226,7 +225,7 @@ class TryLayer(LinkLayer):
         self._leave_peer(request)
         if outcome is not Outcome.RETRY:
             self._give_up_taking(request)
-        request.unacked.clear()
+        request.unacked = NO_RANKS
         self._set_deadline(request, "grant close", self._now_s + self._deadlines.grant_s)
         for rank in sorted(request.grants):
             item = Grant(GrantOp.CLOSE, request.key)
@@ -318,7 +317,7 @@ class TryLayer(LinkLayer):
             self._change_outcome(request, self._without_retry(request))
         self._declare_fatal(request, request.grants, "close")
 
-    def _declare_fatal(self, request: DRequest, ranks: set[int], verb: str) -> None:
+    def _declare_fatal(self, request: DRequest, ranks: frozenset[int], verb: str) -> None:
         for rank in sorted(ranks):
             self.counters.add("fatal.grant_not_acked")
             reason = (

@@ -113,6 +113,8 @@ def snapshot(core: DecodeState, now_s: float, after: str, limit: int) -> dict[st
             }
             for peer in core._peers
         ],
-        "workers": {str(rank): info.incarnation.hex() for rank, info in sorted(core._workers.items())},
+        "workers": {
+            str(rank): info.incarnation.hex() for rank, info in sorted(core._workers.items())
+        },
         "requests": [request_view(core, core._requests[r], now_s) for r in page],
     }

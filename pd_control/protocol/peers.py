@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 
 from pd_control.ids import PeerId
 from pd_control.messages import HeloAttributes, Topology, TransferKv
-from pd_control.protocol.completion import FINAL_MEMBER, Member
+from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS, Member
 from pd_control.protocol.ranks import Pairs
 
 
@@ -32,6 +32,7 @@ class Peer:
         "link_id",
         "members",
         "members_with_final",
+        "own_ranks",
         "peer_id",
         "queue_depth",
         "sources",
@@ -50,6 +51,7 @@ class Peer:
         self.members: frozenset[Member] = frozenset()  # (own rank, source rank)
         self.members_with_final: frozenset[Member] = frozenset()
         self.sources: dict[int, tuple[int, ...]] = {}  # own rank → source ranks
+        self.own_ranks = NO_RANKS  # those that receive; shared by all requests
         self.waiting: dict[str, None] = {}  # need the link: LINKING
         self.users: dict[str, None] = {}  # depend on the link: GRANTING to LOADING
         self.held: dict[
@@ -78,6 +80,7 @@ class Peer:
         for source, own in pairs:
             by_rank.setdefault(own, []).append(source)
         self.sources = {own: tuple(sorted(found)) for own, found in sorted(by_rank.items())}
+        self.own_ranks = frozenset(by_rank)
 
     def down(self) -> None:
         self.link = LinkState.NONE

@@ -195,7 +195,7 @@ class PeerLayer(RequestLayer):
             self._refuse(call_ref, Code.BAD_REQUEST, "content digest differs")
             return
         else:
-            request.takers.add(taker)
+            request.takers |= {taker}
             self._check_taken(request)
         self._done.put(key, Code.OK, self._now_s)
         self.counters.add("p_transfer.empty")
@@ -260,11 +260,11 @@ class PeerLayer(RequestLayer):
     def _withdraw_taker(self, request_id: str, key: bytes) -> None:
         request = self._requests.get(request_id)
         if request is not None:
-            request.takers.add(key)
+            request.takers |= {key}
             self._check_taken(request)
         elif self._gone.get(request_id, self._now_s) is None:
             self._mark_taker(request_id, key)
 
     def _mark_taker(self, request_id: str, key: bytes) -> None:
-        takers = self._early_takers.get(request_id, self._now_s) or set()
+        takers = self._early_takers.get(request_id, self._now_s) or frozenset()
         self._early_takers.put(request_id, takers | {key}, self._now_s)

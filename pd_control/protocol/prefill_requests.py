@@ -42,7 +42,9 @@ class RequestLayer(StepLayer):
         request = PRequest(event.request_id, event.content, event.num_takers, self._now_s)
         self._requests[event.request_id] = request
         self._gone.pop(event.request_id, self._now_s)
-        request.takers |= self._early_takers.pop(event.request_id, self._now_s) or set()
+        early = self._early_takers.pop(event.request_id, self._now_s)
+        if early is not None:
+            request.takers = early
         parked = self._parked.pop(event.request_id, {})
         self._num_parked -= len(parked)
         for transfer in parked.values():
@@ -185,7 +187,7 @@ class RequestLayer(StepLayer):
         if request.state is PRequestState.RELEASED:
             return
         if transfer.code is Code.OK:
-            request.takers.add(transfer.taker_key)
+            request.takers |= {transfer.taker_key}
             self._check_taken(request)
         elif request.admitted_for == transfer.key:
             self._void(request, transfer.code, transfer.message, tell_engine=True)

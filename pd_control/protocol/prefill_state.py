@@ -16,7 +16,7 @@ from pd_control.messages import (
     Target,
     Topology,
 )
-from pd_control.protocol.completion import Completion, Member, members
+from pd_control.protocol.completion import NO_RANKS, Completion, Member, members
 from pd_control.protocol.effects import Effect, LinkNews
 from pd_control.protocol.machine import Counters
 from pd_control.protocol.p_request import P_REQUEST, PRequestInput, PRequestState
@@ -27,6 +27,9 @@ from pd_control.protocol.timers import Timers
 from pd_control.protocol.tombstones import TimedTable
 
 PairsRule = Callable[[Topology, Topology], Pairs]
+
+NO_STEPS: frozenset[int] = frozenset()
+NO_TAKERS: frozenset[bytes] = frozenset()
 
 # Timer keys: what waits, and its name.
 ADMIT = "admit"  # (ADMIT, request id)
@@ -132,10 +135,10 @@ class PTransfer:
         self.offered_residence = 0  # residence for which the core thread has the offer; 0: none
         self.withdrawing = False  # failed while the core thread could still plan a send of it
         self.first_residence = 0  # oldest residence whose blocks a send reads; 0: none
-        self.submitted: set[int] = set()  # ranks that took a send
-        self.tentative: set[int] = set()  # ranks that got a substep and have not said
-        self.repair: set[int] = set()  # ranks that refused; frozen once complete
-        self.wait_steps: set[int] = set()  # unfinished steps behind the loop's own send
+        self.submitted = NO_RANKS  # ranks that took a send
+        self.tentative = NO_RANKS  # ranks that got a substep and have not said
+        self.repair = NO_RANKS  # ranks that refused; frozen once complete
+        self.wait_steps = NO_STEPS  # unfinished steps behind the loop's own send
         self.ways: tuple[str, ...] = ()  # how it went: "step 7", "substep 7.2", "frozen"
         self.code = Code.OK
         self.message = ""
@@ -161,9 +164,9 @@ class PTransfer:
         return rank in self.submitted or rank in self.tentative
 
     def drop_reader(self, rank: int) -> None:
-        self.submitted.discard(rank)
-        self.tentative.discard(rank)
-        self.repair.discard(rank)
+        self.submitted -= {rank}
+        self.tentative -= {rank}
+        self.repair -= {rank}
 
     def send(self) -> Send:
         """The loop's own send of all that the core thread has not planned."""
@@ -212,7 +215,7 @@ class PRequest:
         self.added_s = now_s
         self.content = content
         self.num_takers = num_takers
-        self.takers: set[bytes] = set()  # served or withdrawn, by `taker_key`
+        self.takers = NO_TAKERS  # served or withdrawn, by `taker_key`
         self.state = PRequestState.KNOWN
         self.admitted_for: bytes | None = None  # the transfer whose PREFILL brought it
         self.confirmed = True  # the engine has it
@@ -234,9 +237,9 @@ class PRequest:
     def num_blocks(self) -> int:
         return sum(map(len, self.block_ids))
 
-    def waiting_for(self, end_token: int) -> set[int]:
+    def waiting_for(self, end_token: int) -> frozenset[int]:
         """The unfinished steps that tokens [0, end_token) need; empty: those are *complete*."""
-        return {step for step, first in self.pending if first < end_token}
+        return frozenset(step for step, first in self.pending if first < end_token)
 
     def has_live_transfer(self) -> bool:
         return any(t.live for t in self.transfers.values())
@@ -313,7 +316,7 @@ class PrefillState:
         )
         self._gone: TimedTable[str, str] = TimedTable(deadlines.tombstone_s, limits.max_tombstones)
         self._aborted: TimedTable[bytes, str] = TimedTable(deadlines.park_s, limits.max_tombstones)
-        self._early_takers: TimedTable[str, set[bytes]] = TimedTable(
+        self._early_takers: TimedTable[str, frozenset[bytes]] = TimedTable(
             deadlines.park_s, limits.max_tombstones
         )
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from pd_control.codes import Code
 from pd_control.messages import FrozenSends, Send, Substep
+from pd_control.protocol.completion import NO_RANKS
 from pd_control.protocol.effects import OfferTransfer, WithdrawTransfer, WorkerNews
 from pd_control.protocol.errors import InvariantError
 from pd_control.protocol.events import PlannedRequest, StepFinished, StepPlanned
@@ -84,7 +85,9 @@ class StepLayer(TransferLayer):
                 )
             )
 
-    def _plan_substep(self, transfer: PTransfer, request: PRequest, wait_steps: set[int]) -> None:
+    def _plan_substep(
+        self, transfer: PTransfer, request: PRequest, wait_steps: frozenset[int]
+    ) -> None:
         """Join the last step that it needs. That one comes after the others on every rank's stream,
         so its events vouch for theirs. Else wait for the end of the steps: `_kv_complete`."""
         step = max(wait_steps)
@@ -113,16 +116,16 @@ class StepLayer(TransferLayer):
         transfer.src_block_ids = request.block_ids
         transfer.sent_from = transfer.sent_end
 
-    def _freeze(self, transfer: PTransfer, ranks: set[int]) -> None:
+    def _freeze(self, transfer: PTransfer, ranks: frozenset[int]) -> None:
         send = transfer.send()
+        transfer.submitted |= ranks
         for rank in sorted(ranks):
-            transfer.submitted.add(rank)
             self._frozen.setdefault(rank, []).append(send)
 
     def _repair(self, transfer: PTransfer) -> None:
         """Send frozen to the ranks that refused, as soon as all of it is complete."""
         if transfer.live and transfer.repair and not transfer.wait_steps:
-            ranks, transfer.repair = transfer.repair, set()
+            ranks, transfer.repair = transfer.repair, NO_RANKS
             self._freeze(transfer, ranks)
             self.counters.add("sends.repaired", len(ranks))
             transfer.ways += (f"repair of rank {','.join(map(str, sorted(ranks)))}",)
@@ -262,13 +265,13 @@ class StepLayer(TransferLayer):
                     )
                 elif number <= ack:
                     self.counters.add("substeps.taken")
-                    transfer.tentative.discard(rank)
-                    transfer.submitted.add(rank)
+                    transfer.tentative -= {rank}
+                    transfer.submitted |= {rank}
                 else:
                     self.counters.add("substeps.refused")
-                    transfer.tentative.discard(rank)
+                    transfer.tentative -= {rank}
                     if transfer.live:
-                        transfer.repair.add(rank)
+                        transfer.repair |= {rank}
                     else:
                         self._check_drained(transfer)
 
@@ -289,7 +292,7 @@ class StepLayer(TransferLayer):
         for key in record.keys:
             transfer = self._transfers.get(key)
             if transfer is not None:
-                transfer.wait_steps.discard(record.step)
+                transfer.wait_steps -= {record.step}
                 self._repair(transfer)
         for request in list(record.requests):
             request.pending = [entry for entry in request.pending if entry[0] != record.step]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd_control.codes import Code
 from pd_control.messages import CancelSend, Started
-from pd_control.protocol.completion import Verdict
+from pd_control.protocol.completion import NO_RANKS, Verdict
 from pd_control.protocol.effects import Fatal, LinkNews, WithdrawTransfer, WorkerNews
 from pd_control.protocol.events import SendDone, TransferWithdrawn
 from pd_control.protocol.p_transfer import PTransferInput, PTransferState
@@ -60,8 +60,8 @@ class TransferLayer(PrefillState):
             self._emit(LinkNews(transfer.peer, transfer.link_id, Started(transfer.key)))
         self._transfer_input(transfer, PTransferInput.SUBMITTED)
 
-    def _source_ranks(self, transfer: PTransfer) -> set[int]:
-        return {member[0] for member in transfer.completion.expected}
+    def _source_ranks(self, transfer: PTransfer) -> frozenset[int]:
+        return frozenset(member[0] for member in transfer.completion.expected)
 
     def _check_all_sent(self, transfer: PTransfer) -> None:
         """End the transfer well if nothing is missing any more."""
@@ -104,7 +104,7 @@ class TransferLayer(PrefillState):
         if transfer.state is PTransferState.DONE:
             self._done_with(transfer)
         else:
-            transfer.repair.clear()
+            transfer.repair = NO_RANKS
             for rank in sorted(transfer.submitted | transfer.tentative):
                 self._cancel(transfer, rank)
             self._check_drained(transfer)
@@ -181,8 +181,8 @@ class TransferLayer(PrefillState):
             self.counters.add(f"send_done.{verdict.value}")
             return
         if rank in transfer.tentative:  # faster than the step's own report: it was taken
-            transfer.tentative.discard(rank)
-            transfer.submitted.add(rank)
+            transfer.tentative -= {rank}
+            transfer.submitted |= {rank}
         if verdict is Verdict.FAILED and transfer.live:
             if not transfer.completion.rank_missing(rank):
                 transfer.drop_reader(rank)
