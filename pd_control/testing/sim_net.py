@@ -64,18 +64,12 @@ class Process:
 
     def after(self, delay_s: float, fn: Callable[..., None], *args: Any) -> Timer:
         """Run ``fn(*args)`` in this incarnation after ``delay_s``, later if it is paused then."""
-        return self.queue.after(delay_s, self._guarded, self.num_starts, fn, args)
+        queue = self.queue
+        return queue.push(queue.now_s + delay_s, fn, args, self, self.num_starts)
 
     def at(self, time_s: float, fn: Callable[..., None], *args: Any) -> Timer:
-        return self.queue.at(time_s, self._guarded, self.num_starts, fn, args)
-
-    def _guarded(self, start: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if not self.alive or self.num_starts != start:
-            return
-        if self.queue.now_s < self.paused_until_s:
-            self.queue.at(self.paused_until_s, self._guarded, start, fn, args)
-            return
-        fn(*args)
+        """The same at an instant."""
+        return self.queue.push(time_s, fn, args, self, self.num_starts)
 
     def is_(self, start: int) -> bool:
         return self.alive and self.num_starts == start

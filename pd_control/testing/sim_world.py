@@ -71,6 +71,7 @@ class World:
         net.break_channel_rate = scenario.break_channel_rate
         net.break_data_rate = scenario.break_data_rate
         self.settings = self._settings()
+        self.outcome_bound_s = self._outcome_bound_s()
         self.refuse_rate = scenario.refuse_rate
         self.prefill_names = [i.name for i in scenario.instances if i.prefill]
         self.instances: dict[str, SimInstance] = {}
@@ -119,7 +120,7 @@ class World:
             choose=scenario.choose,
         )
 
-    def outcome_bound_s(self) -> float:
+    def _outcome_bound_s(self) -> float:
         """No client waits longer than the deadlines of its attempts allow, plus what its engine takes."""
         d = self.settings.deadlines
         attempt_s = d.connect_s * 2 + d.grant_s * 2 + d.queue_s + d.load_s + d.progress_s
@@ -240,13 +241,13 @@ class World:
         instance.to_core(instance.add, wanted, content, taker.max_new_tokens)
         for abort in taker.aborts:
             instance.process.after(abort.after_s, instance.to_core, instance.abort, request_id)
-        self.queue.after(self.outcome_bound_s(), self._check_outcome, request_id)
+        self.queue.after(self.outcome_bound_s, self._check_outcome, request_id)
 
     def _check_outcome(self, request_id: str) -> None:
         if request_id not in self.outcomes:
             raise Violation(
                 "bound",
-                f"{request_id} has no outcome after {self.outcome_bound_s():.0f} s",
+                f"{request_id} has no outcome after {self.outcome_bound_s:.0f} s",
                 self.root_of(request_id),
             )
 
