@@ -2,8 +2,11 @@
 
 All of them do the same work for a call: the client packs a request of 64 block ids with msgpack, the
 server unpacks it, packs a short answer, and the client unpacks that. The *floor* does it over bare
-asyncio streams: no deadline, no identity, no limits, no errors, no checks of what was unpacked. All
-run on uvloop.
+asyncio streams: no deadline, no identity, no limits, no errors, no checks of what was unpacked.
+``floor_bytes`` does not even pack: both messages are the same bytes every time. All run on uvloop.
+
+simple_rpc serves with a plain function, as the embedding guide recommends for a handler that decides at
+once; ``rpc_tcp_coroutine`` has the same handler as a coroutine function, which costs a task per call.
 """
 
 from __future__ import annotations
@@ -54,11 +57,23 @@ class Caller(Protocol):
 
 
 async def serve_rpc(address: str) -> str:
+    def prefill(request: PrefillRequest, context: Any) -> Accepted:
+        return Accepted(1)
+
+    return await _serve_rpc(address, prefill)
+
+
+async def serve_rpc_coroutine(address: str) -> str:
     async def prefill(request: PrefillRequest, context: Any) -> Accepted:
         return Accepted(1)
 
+    return await _serve_rpc(address, prefill)
+
+
+async def _serve_rpc(address: str, handler: Any) -> str:
     server = Server(Identity("scheduler", "bench-server"))
-    server.register(PREFILL, prefill)
+    server.register(PREFILL, handler)
+    _KEPT.append(server)
     return str(await server.listen(address))
 
 
@@ -69,7 +84,9 @@ class RpcCaller:
 
     async def call(self) -> None:
         request = PrefillRequest(REQUEST_ID, BLOCK_IDS, NUM_BLOCKS * 16)
-        answer = await self.client.call(self.address, PREFILL, request, deadline=Deadline.after(10.0))
+        answer = await self.client.call(
+            self.address, PREFILL, request, deadline=Deadline.after(10.0)
+        )
         assert answer.code == 1
 
     async def close(self) -> None:
@@ -104,10 +121,7 @@ class FloorCaller:
         self.pack = msgpack.Packer().pack
 
     async def call(self) -> None:
-        if self.idle:
-            streams = self.idle.pop()
-        else:
-            streams = await asyncio.open_connection(self.address.host, self.address.port)
+        streams = await self._streams()
         reader, writer = streams
         body = self.pack([10_000, FIELDS])
         writer.write(PREFIX.pack(b"PREF", len(body)) + body)
@@ -116,9 +130,45 @@ class FloorCaller:
         assert answer[0] == 1
         self.idle.append(streams)
 
+    async def _streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.idle:
+            return self.idle.pop()
+        return await asyncio.open_connection(self.address.host, self.address.port)
+
     async def close(self) -> None:
         for _, writer in self.idle:
             writer.close()
+
+
+REQUEST_BYTES = msgpack.packb([10_000, FIELDS])
+REQUEST_FRAME = PREFIX.pack(b"PREF", len(REQUEST_BYTES)) + REQUEST_BYTES
+ANSWER_BYTES = msgpack.packb(ANSWER)
+ANSWER_FRAME = PREFIX.pack(b"OKAY", len(ANSWER_BYTES)) + ANSWER_BYTES
+
+
+async def serve_floor_bytes(address: str) -> str:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                _, length = PREFIX.unpack(await reader.readexactly(8))
+                await reader.readexactly(length)
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(ANSWER_FRAME)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    _KEPT.append(server)
+    return f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class FloorBytesCaller(FloorCaller):
+    async def call(self) -> None:
+        streams = await self._streams()
+        reader, writer = streams
+        writer.write(REQUEST_FRAME)
+        _, length = PREFIX.unpack(await reader.readexactly(8))
+        await reader.readexactly(length)
+        self.idle.append(streams)
 
 
 # zmq.asyncio, DEALER to ROUTER, one socket pair, answers matched by number
@@ -220,9 +270,11 @@ class GrpcCaller:
 _KEPT: list[Any] = []  # servers of this process live as long as it does
 
 CONTENDERS: dict[str, tuple[Any, Any]] = {
+    "floor_bytes": (serve_floor_bytes, FloorBytesCaller),
     "floor_tcp": (serve_floor, FloorCaller),
     "rpc_tcp": (serve_rpc, RpcCaller),
     "rpc_uds": (serve_rpc, RpcCaller),
+    "rpc_tcp_coroutine": (serve_rpc_coroutine, RpcCaller),
     "zmq": (serve_zmq, ZmqCaller),
     "grpc": (serve_grpc, GrpcCaller),
 }

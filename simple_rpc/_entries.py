@@ -39,13 +39,17 @@ Entry = RawEntry | TypedEntry
 class CallContext:
     """What a handler knows about its call besides the request. Valid until the handler returns."""
 
-    __slots__ = ("_session", "deadline", "peer")
+    __slots__ = ("_deadline_at_s", "_session", "peer")
 
-    def __init__(self, session: Session, peer: Identity, deadline: Deadline) -> None:
+    def __init__(self, session: Session, peer: Identity, deadline_at_s: float) -> None:
         self._session = session
+        self._deadline_at_s = deadline_at_s
         self.peer = peer
-        self.deadline = deadline
+
+    @property
+    def deadline(self) -> Deadline:
         """When the caller stops waiting; a coroutine handler is cancelled then."""
+        return Deadline(self._deadline_at_s)
 
     @property
     def peer_name(self) -> str:

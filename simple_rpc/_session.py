@@ -12,7 +12,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ._connection import Connection
-from ._deadline import Deadline
 from ._entries import CallContext, Entry, RawEntry, TypedEntry
 from ._errors import (
     BusyError,
@@ -211,9 +210,11 @@ class Session:
             self._fail(entry, error)
             return
         # The caller's remaining time, counted from now: clocks of two machines are never compared.
-        deadline_at_s = now_s + min(timeout_ms / 1000.0, server.limits.max_call_s)
+        timeout_s = timeout_ms / 1000.0
+        max_call_s = server.limits.max_call_s
+        deadline_at_s = now_s + (timeout_s if timeout_s < max_call_s else max_call_s)
         self._entry = entry
-        context = CallContext(self, self.peer, Deadline(deadline_at_s))
+        context = CallContext(self, self.peer, deadline_at_s)
         if entry.is_coroutine:
             connection = self.connection
             connection.hold()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ._client_connection import ClientConnection, Dialer, run_until
 from ._codec import new_pack
@@ -39,6 +39,7 @@ _Waiter = asyncio.Future["ClientConnection | None"]  # None: there is room, open
 _PeerPool = PeerPool[ClientConnection, _Waiter]
 
 MAX_TIMEOUT_S = 86_400.0  # what "never" means on the wire; the server's own bound is far lower
+MAX_TIMEOUT_MS = int(MAX_TIMEOUT_S * 1000)
 
 
 class Client:
@@ -129,7 +130,15 @@ class Client:
                 )
             while True:
                 try:
-                    packed = self._packed(method, request, deadline)
+                    left_s = deadline.at_s - now()
+                    if left_s <= 0.0:
+                        raise DeadlineError(
+                            message="deadline passed", phase=Phase.POOL, peer=str(address)
+                        )
+                    timeout_ms = int(left_s * 1000.0) if left_s < MAX_TIMEOUT_S else MAX_TIMEOUT_MS
+                    packed = method.pack_request(self._pack, timeout_ms, request)
+                    if len(packed) > self.limits.max_body_bytes:
+                        raise _too_large(method, packed, self.limits.max_body_bytes)
                     head, body = await connection.send(method.head, packed, deadline.at_s)
                     break
                 except ConnectionLostError:
@@ -142,8 +151,18 @@ class Client:
                 is_reused = False
                 connection = await self._reopen(pool, connection, deadline)
                 self.metrics.count("client.retries")
-            end_s = self._release(pool, connection)
-            response = _response(method, head, body, connection)
+            end_s = now()
+            if pool.waiters or self._is_closed or not connection.is_open:
+                self._release(pool, connection)
+            else:
+                pool.release(connection)
+                connection.connection.wait_until(end_s + self.limits.pool_idle_s)
+            if head != OKAY:
+                raise _refusal(method, body, connection)
+            try:
+                response = method.unpack_response(body)
+            except InvalidMessageError as error:
+                raise _bad_answer(method, error, connection) from None
             code = Code.OK
             return response
         except RpcError as error:
@@ -232,32 +251,20 @@ class Client:
         if self._is_closed:
             raise ClosedError(message="the client is closed")
 
-    def _packed(self, method: Method[Req, Resp], request: Req, deadline: Deadline) -> bytes:
-        left_s = deadline.at_s - self._now()
-        timeout_ms = int(min(left_s, MAX_TIMEOUT_S) * 1000.0) if left_s > 0 else 0
-        packed = method.pack_request(self._pack, timeout_ms, request)
-        if len(packed) > self.limits.max_body_bytes:
-            raise InvalidMessageError(
-                message=f"{method.name}: request of {len(packed)} bytes, at most "
-                f"{self.limits.max_body_bytes} allowed"
-            )
-        return packed
-
-    def _release(self, pool: _PeerPool, connection: ClientConnection) -> float:
-        """A connection is no longer busy, or gone already. Returns the time."""
-        now_s = self._now()
-        if connection.is_open:
-            if self._is_closed:
-                connection.close("the client is closed")
-                return now_s
+    def _release(self, pool: _PeerPool, connection: ClientConnection) -> None:
+        """A connection is no longer busy, or gone already."""
+        if not connection.is_open:
+            return
+        if self._is_closed:
+            connection.close("the client is closed")
+            return
+        waiter = pool.release(connection)
+        while waiter is not None and waiter.done():  # cancelled in this very turn of the loop
             waiter = pool.release(connection)
-            while waiter is not None and waiter.done():  # cancelled in this very turn of the loop
-                waiter = pool.release(connection)
-            if waiter is None:
-                connection.connection.wait_until(now_s + self.limits.pool_idle_s)
-            else:
-                waiter.set_result(connection)
-        return now_s
+        if waiter is None:
+            connection.connection.wait_until(self._now() + self.limits.pool_idle_s)
+        else:
+            waiter.set_result(connection)
 
     def _add_pool(self, address: Address) -> _PeerPool:
         added = self._pools.add(address)
@@ -388,24 +395,33 @@ def _incarnation_error(connection: ClientConnection, expected: bytes) -> Incarna
     )
 
 
-def _response(
-    method: Method[Req, Resp], head: int, body: bytes, connection: ClientConnection
-) -> Resp:
+def _too_large(method: Method[Any, Any], packed: bytes, limit_bytes: int) -> InvalidMessageError:
+    return InvalidMessageError(
+        message=f"{method.name}: request of {len(packed)} bytes, at most {limit_bytes} allowed"
+    )
+
+
+def _bad_answer(
+    method: Method[Any, Any], error: InvalidMessageError, connection: ClientConnection
+) -> PeerProtocolError:
+    return PeerProtocolError(
+        message=f"answer to {method.name}: {error.message}",
+        details={"reason": "bad_answer"},
+        phase=Phase.ANSWER,
+        peer=str(connection.address),
+    )
+
+
+def _refusal(method: Method[Any, Any], body: bytes, connection: ClientConnection) -> RpcError:
+    """The error that a FAIL stands for."""
     try:
-        if head == OKAY:
-            return method.unpack_response(body)
         code, message, details = unpack_fail(body)
     except InvalidMessageError as error:
-        raise PeerProtocolError(
-            message=f"answer to {method.name}: {error.message}",
-            details={"reason": "bad_answer"},
-            phase=Phase.ANSWER,
-            peer=str(connection.address),
-        ) from None
+        return _bad_answer(method, error, connection)
     # Whose timer was quicker, the server's or ours, makes no difference to the caller.
     is_deadline = code is Code.TIMEOUT and details.get("reason") == "deadline"
     cls = DeadlineError if is_deadline else RemoteError
-    raise cls(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
+    return cls(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
 
 
 __all__ = ["AuthenticatedConnection", "Client"]
