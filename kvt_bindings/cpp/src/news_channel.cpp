@@ -1,12 +1,9 @@
 #include "kvt/news_channel.h"
 
 #include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -19,25 +16,17 @@
 
 #include "fd.h"
 #include "kvt/bytes.h"
+#include "news_connection.h"
 #include "news_stream.h"
 
 namespace kvt {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using news::Clock;
+using news::Lost;
 using std::chrono::milliseconds;
 
-constexpr std::size_t kMaxBodyBytes = 4 * 1024 * 1024;  // of a frame from the scheduler
-constexpr std::size_t kHeaderBytes = 8;                 // head and length
 constexpr std::uint32_t kMissedBeats = 3;
-constexpr std::size_t kReadBytes = 64 * 1024;
-
-// What ends a connection: its code and reason go to Python, and to the peer if `tell`.
-struct Lost {
-  Code code;
-  std::string detail;
-  bool tell = false;
-};
 
 StreamId random_stream_id() {
   std::random_device random;
@@ -216,7 +205,7 @@ class NewsChannel::Impl {
       }
       if (fd) open(std::move(fd), peer);
       try {
-        if (fd_) pump();
+        if (connection_) pump();
       } catch (const Lost& lost) {
         lose(lost);
       } catch (const Error& e) {
@@ -226,7 +215,7 @@ class NewsChannel::Impl {
       }
       wait();
     }
-    if (fd_) {
+    if (connection_) {
       lose({Code::kAborted, "the worker closed its channel", true});
     }
   }
@@ -234,16 +223,11 @@ class NewsChannel::Impl {
   // Begins LINK on a new connection; what comes next depends on the answer.
   void open(Fd fd, const Incarnation& peer) {
     lose({Code::kPeerLost, "replaced by a newer connection", false});
-    fd_ = std::move(fd);
+    connection_.emplace(std::move(fd));
     peer_ = peer;
     linked_ = false;
-    in_.clear();
-    write_.clear();
-    written_ = 0;
-    eof_ = false;
     link_due_ = Clock::now() + milliseconds(config_.link_timeout_ms);
     ack_due_ = Clock::time_point::max();
-    sent_ = received_ = Clock::now();
     msgpack::Writer w;
     w.array(2);
     w.uint(config_.link_timeout_ms);
@@ -253,54 +237,23 @@ class NewsChannel::Impl {
     w.uint(incoming_.expected_seq());
     w.uint(config_.heartbeat_ms);
     w.raw(config_.attributes);
-    frame(head("LINK"), w.bytes());
+    connection_->queue(head("LINK"), w.bytes());
   }
 
   // Reads, writes and keeps time once, as far as it goes without waiting.
   void pump() {
-    read();
+    connection_->read(
+        [this](std::uint32_t kind, std::span<const std::uint8_t> body) { take_frame(kind, body); });
     if (linked_) {
       keep_time();
       send_news();
     } else if (Clock::now() >= link_due_) {
       throw Lost{Code::kTimeout, "the scheduler did not answer LINK", false};
     }
-    write();
-    if (eof_) throw Lost{Code::kPeerLost, "the scheduler closed the connection", false};
-  }
-
-  void read() {
-    while (true) {
-      const std::size_t at = in_.size();
-      in_.resize(at + kReadBytes);
-      const ssize_t n = ::recv(fd_.get(), in_.data() + at, kReadBytes, MSG_DONTWAIT);
-      in_.resize(at + static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
-      if (n == 0) {
-        eof_ = true;
-      } else if (n < 0) {
-        if (errno == EINTR) continue;
-        if (errno != EAGAIN) throw Lost{Code::kPeerLost, std::strerror(errno), false};
-      } else {
-        received_ = Clock::now();
-      }
-      take_frames();
-      if (n < static_cast<ssize_t>(kReadBytes)) return;
+    connection_->write();
+    if (connection_->is_over()) {
+      throw Lost{Code::kPeerLost, "the scheduler closed the connection", false};
     }
-  }
-
-  void take_frames() {
-    std::size_t at = 0;
-    while (in_.size() - at >= kHeaderBytes) {
-      const auto kind = load_le<std::uint32_t>(in_.data() + at);
-      const std::size_t size = load_le<std::uint32_t>(in_.data() + at + 4);
-      if (size > kMaxBodyBytes) {
-        throw Error(Code::kBadRequest, "frame of " + std::to_string(size) + " bytes");
-      }
-      if (in_.size() - at - kHeaderBytes < size) break;
-      take_frame(kind, std::span(in_).subspan(at + kHeaderBytes, size));
-      at += kHeaderBytes + size;
-    }
-    in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(at));
   }
 
   void take_frame(std::uint32_t kind, std::span<const std::uint8_t> body) {
@@ -348,7 +301,7 @@ class NewsChannel::Impl {
       const std::lock_guard lock(mutex_);
       if (out_.is_new(peer_, next, fresh)) over = out_.receiver();
     }
-    // What its end causes to be published is dropped with the rest: it is no news to the next one.
+    // What its end causes to be published is dropped: it is no news to the next one.
     if (over) tell_peer_ended(*over);
     if (stream != peer_stream_) incoming_.reset();
     peer_stream_ = stream;
@@ -385,7 +338,7 @@ class NewsChannel::Impl {
     msgpack::Writer w;
     w.array(1);
     w.uint(incoming_.expected_seq());
-    frame(head("ACKN"), w.bytes());
+    connection_->queue(head("ACKN"), w.bytes());
   }
 
   void send_news() {
@@ -395,7 +348,7 @@ class NewsChannel::Impl {
       body = out_.next_frame();
     }
     if (!body) return;
-    frame(head("NEWS"), *body);
+    connection_->queue(head("NEWS"), *body);
     ack_due_ = Clock::now() + milliseconds(config_.ack_timeout_ms);
   }
 
@@ -404,46 +357,26 @@ class NewsChannel::Impl {
     if (now >= ack_due_) throw Lost{Code::kTimeout, "the scheduler does not acknowledge", true};
     if (config_.heartbeat_ms == 0) return;
     const milliseconds interval(config_.heartbeat_ms);
-    if (now - received_ >= kMissedBeats * interval) {
+    if (now - connection_->last_received() >= kMissedBeats * interval) {
       throw Lost{Code::kPeerLost, "the scheduler has been silent for three heartbeats", true};
     }
-    if (now - sent_ >= interval) frame(head("BEAT"), std::array<std::uint8_t, 1>{0x90});
+    if (now - connection_->last_sent() >= interval)
+      connection_->queue(head("BEAT"), std::array<std::uint8_t, 1>{0x90});
   }
 
-  void frame(std::uint32_t kind, std::span<const std::uint8_t> body) {
-    append_le(write_, kind);
-    append_le(write_, static_cast<std::uint32_t>(body.size()));
-    write_.insert(write_.end(), body.begin(), body.end());
-    sent_ = Clock::now();
-  }
-
-  void write() {
-    while (written_ < write_.size()) {
-      const ssize_t n = ::send(fd_.get(), write_.data() + written_, write_.size() - written_,
-                               MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (n < 0) {
-        if (errno == EINTR) continue;
-        if (errno == EAGAIN) return;
-        throw Lost{Code::kPeerLost, std::strerror(errno), false};
-      }
-      written_ += static_cast<std::size_t>(n);
-    }
-    write_.clear();
-    written_ = 0;
-  }
-
-  // Until there is something to do: a frame, room to write, a wake-up, or a deadline.
+  // Until there is something to do: a frame, room to write, a wake-up, a deadline.
   void wait() {
     if (wake_.is_pending()) return;
-    pollfd fds[2] = {{wake_.fd(), POLLIN, 0}, {fd_.get(), POLLIN, 0}};
-    if (fd_ && written_ < write_.size()) fds[1].events |= POLLOUT;
+    pollfd fds[2] = {{wake_.fd(), POLLIN, 0}, {connection_ ? connection_->fd() : -1, POLLIN, 0}};
+    if (connection_ && connection_->wants_to_write()) fds[1].events |= POLLOUT;
     auto due = Clock::time_point::max();
-    if (fd_ && !linked_) due = link_due_;
-    if (fd_ && linked_) {
+    if (connection_ && !linked_) due = link_due_;
+    if (connection_ && linked_) {
       due = ack_due_;
       if (config_.heartbeat_ms != 0) {
         const milliseconds interval(config_.heartbeat_ms);
-        due = std::min({due, sent_ + interval, received_ + kMissedBeats * interval});
+        due = std::min({due, connection_->last_sent() + interval,
+                        connection_->last_received() + kMissedBeats * interval});
       }
     }
     int timeout_ms = -1;
@@ -451,26 +384,26 @@ class NewsChannel::Impl {
       const auto left = std::chrono::ceil<milliseconds>(due - Clock::now()).count();
       timeout_ms = static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
     }
-    (void)::poll(fds, fd_ ? 2 : 1, timeout_ms);
+    (void)::poll(fds, connection_ ? 2 : 1, timeout_ms);
     if ((fds[0].revents & POLLIN) != 0) wake_.drain();
   }
 
   // The connection is over: tell Python, keep the streams for the next one.
   void lose(const Lost& lost) {
-    if (!fd_) return;
+    if (!connection_) return;
     if (lost.tell) {
       msgpack::Writer w;
       w.array(3);
       w.uint(static_cast<std::uint8_t>(lost.code));
       w.str(std::string_view(lost.detail).substr(0, 1024));
       w.map(0);
-      frame(head("FAIL"), w.bytes());
+      connection_->queue(head("FAIL"), w.bytes());
       try {
-        write();  // best effort
+        connection_->write();  // best effort
       } catch (const Lost&) {
       }
     }
-    fd_.reset();
+    connection_.reset();
     linked_ = false;
     const std::lock_guard lock(mutex_);
     out_.detach();
@@ -521,17 +454,13 @@ class NewsChannel::Impl {
   Stats stats_;
 
   // The channel's thread only.
-  Fd fd_;
+  std::optional<news::Connection> connection_;
   Incarnation peer_;
   std::optional<Incarnation> known_peer_;
   StreamId peer_stream_;
   bool linked_ = false;
-  bool eof_ = false;
   news::Incoming incoming_;
-  std::vector<std::uint8_t> in_;
-  std::vector<std::uint8_t> write_;
-  std::size_t written_ = 0;
-  Clock::time_point sent_, received_, link_due_, ack_due_;
+  Clock::time_point link_due_, ack_due_;
 };
 
 NewsChannel::NewsChannel(NewsChannelConfig config)
