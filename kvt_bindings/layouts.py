@@ -199,13 +199,14 @@ class LayoutBuilder:
             tp_size=self._tp_size,
             pp_size=self._pp_size,
         )
+        memory = tuple((e.layer, tuple(e.memory)) for e in ordered)
         native = RankCache(
             layout,
             self._pp_rank * self._tp_size + self._tp_rank,
-            [(e.layer, e.memory) for e in ordered],
-            next(iter(self._devices)),
+            memory,
+            next(iter(self._devices), None),
         )
-        return KvCache(layout=layout, native=native, tensors=tuple(self._tensors))
+        return KvCache(layout, native, tuple(self._tensors), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +216,21 @@ class KvCache:
     layout: Layout
     native: RankCache
     tensors: tuple[Any, ...]
+    memory: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @property
     def rank(self) -> int:
         return self.native.rank
+
+    def joined(self, stages: Sequence[Layout]) -> KvCache:
+        """The same memory under the layout of the whole instance, for pipeline ranks.
+
+        `stages`: the layout of every stage, this one's among them. A peer compares whole instances, so
+        with pp_size > 1 this is what Sender and Receiver are made with. Raises KvtError.
+        """
+        layout = Layout.merge_stages(stages)
+        native = RankCache(layout, self.rank, self.memory, self.native.cuda_device)
+        return KvCache(layout, native, self.tensors, self.memory)
 
 
 def _view(spec: TensorRow, info: TensorInfo, index: int, heads_total: int, cell: str) -> View:

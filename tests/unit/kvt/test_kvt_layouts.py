@@ -169,6 +169,35 @@ def test_f12_incompatible_pairs_name_both_values() -> None:
     assert 'cell "amx-bf16"' in kvt.incompatibilities(ours.layout, other.layout)[0]
 
 
+def test_pipeline_ranks_join_their_layouts() -> None:
+    def stage(pp_rank: int) -> kvt.KvCache:
+        builder = LayoutBuilder(model="m", pp_size=2, pp_rank=pp_rank)
+        group = builder.add_group(T)
+        for layer in (2 * pp_rank, 2 * pp_rank + 1):
+            builder.add_layer(layer, group, "nhd", [zeros(2, B, T, H, D)], heads_total=H)
+        return builder.build()
+
+    stages = [stage(0), stage(1)]
+    whole = cache_of_layers(4)
+    assert kvt.incompatibilities(stages[1].layout, whole.layout)  # half a model fits none
+    joined = [s.joined([t.layout for t in stages]) for s in stages]
+    assert joined[0].layout == joined[1].layout
+    assert [j.rank for j in joined] == [0, 1]
+    planner = PairPlanner(joined[0].layout, whole.layout)
+    assert planner.sources_of(0) == [0, 1]
+    (part,) = planner.plan(1, 0, [[1]], [[2]], 0, T, True)
+    assert part.layers == [2, 3]
+    assert joined[1].native.resolve(2, 0, 1) == stages[1].native.resolve(2, 0, 1)
+
+
+def cache_of_layers(num: int) -> kvt.KvCache:
+    builder = LayoutBuilder(model="m")
+    group = builder.add_group(T)
+    for layer in range(num):
+        builder.add_layer(layer, group, "nhd", [zeros(2, B, T, H, D)], heads_total=H)
+    return builder.build()
+
+
 def test_layouts_are_values() -> None:
     a, b = (cache_of("nhd", zeros(2, B, T, H, D)).layout for _ in range(2))
     assert a == b
