@@ -73,9 +73,12 @@ std::size_t SendLedger::attach(PartId id, const SharedSend& send, const Incarnat
       }
       return 0;
     }
-    if (transfer.last_seen && send->last) {
+    if (transfer.last_seen && (send->last || is_whole(transfer))) {
       forget();
-      fail_transfer(key, {Code::kBadRequest, "two sends are the last of one transfer"}, out);
+      fail_transfer(
+          key,
+          {Code::kBadRequest, "tokens " + range_text(tokens) + " after the transfer's last send"},
+          out);
       return 0;
     }
     // A delta adds to the lists; a whole send brings them from token 0, as far as they are now.
