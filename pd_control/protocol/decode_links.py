@@ -13,7 +13,7 @@ from pd_control.protocol.events import LinkDown, LinkFailed, LinkUp, PeerFound, 
 from pd_control.protocol.peers import LinkState, Peer, same_model_problem
 
 RENEWALS_PER_HOLD = 3  # a renewal may be lost with its link and the next still comes in time
-MAX_COURTESIES = 4096  # empty ranges kept while a link opens; beyond it P's hold just expires
+MAX_COURTESIES = 4096  # kept while a link opens; beyond it P's holds just expire
 
 
 class LinkLayer(DecodeState):
@@ -56,7 +56,10 @@ class LinkLayer(DecodeState):
             self._linked(self._requests[request_id])
         courtesies, peer.courtesies = peer.courtesies, []
         for message in courtesies:
-            self._call_courtesy(peer, message)
+            if isinstance(message, Abort):
+                self._emit(LinkNews(event.peer, peer.link_id, message))
+            else:
+                self._call_courtesy(peer, message)
         if peer.held:
             self._renew(peer)
 
@@ -130,9 +133,9 @@ class LinkLayer(DecodeState):
             self._set_renewal(peer)
 
     def _tell_peer(self, request: DRequest, kind: AbortKind, reason: str) -> None:
-        """ABORT to P, if the link is there: best effort."""
+        """ABORT to P, if the link is there or is being opened: best effort."""
         peer = request.peer
-        if peer is None or peer.link is not LinkState.UP or peer.peer_id is None:
+        if peer is None:
             return
         if kind is AbortKind.TRANSFER:
             if peer.link_id != request.link_id:
@@ -141,7 +144,15 @@ class LinkLayer(DecodeState):
         else:
             key = self._taker_key(request)
             item = Abort(kind, key, request.request.remote_request_id, Code.ABORTED, reason)
-        self._emit(LinkNews(peer.peer_id, peer.link_id, item))
+        if peer.link is LinkState.UP and peer.peer_id is not None:
+            self._emit(LinkNews(peer.peer_id, peer.link_id, item))
+        elif peer.link is LinkState.OPENING and kind is AbortKind.TAKER:
+            self._when_linked(peer, item)
+
+    @staticmethod
+    def _when_linked(peer: Peer, message: TransferKv | Abort) -> None:
+        if len(peer.courtesies) < MAX_COURTESIES:
+            peer.courtesies.append(message)
 
     def _courtesy(self, request: DRequest) -> None:
         """Tell a P that holds for us that we need nothing: an empty range."""
@@ -151,8 +162,8 @@ class LinkLayer(DecodeState):
         message = TransferKv(0, request.request.remote_request_id, self._info(request))
         if peer.link is LinkState.UP:
             self._call_courtesy(peer, message)
-        elif peer.link is LinkState.OPENING and len(peer.courtesies) < MAX_COURTESIES:
-            peer.courtesies.append(message)
+        elif peer.link is LinkState.OPENING:
+            self._when_linked(peer, message)
 
     def _call_courtesy(self, peer: Peer, message: TransferKv) -> None:
         assert peer.peer_id is not None

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Container, Iterator
 
 from pd_control.ids import PeerId
-from pd_control.messages import HeloAttributes, Topology, TransferKv
+from pd_control.messages import Abort, HeloAttributes, Topology, TransferKv
 from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS, Member
 from pd_control.protocol.ranks import Pairs
 
@@ -57,7 +57,9 @@ class Peer:
         self.held: dict[
             str, int
         ] = {}  # P's request ids whose holds we renew, and for how many of ours
-        self.courtesies: list[TransferKv] = []  # empty ranges to tell once the link is up
+        self.courtesies: list[
+            TransferKv | Abort
+        ] = []  # to tell once the link is up: D needs nothing
         self.queue_depth = 0  # transfers that P had not started, as last reported
         self.healthy_from_s = 0.0  # not chosen before, if there is another
 
