@@ -5,7 +5,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
 #include <deque>
+#include <iterator>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -426,6 +429,43 @@ TEST(many_threads_publish_through_many_connections) {
   }
   for (auto& p : producers) p.join();
   CHECK_EQ(total, kThreads * kEach);
+}
+
+TEST(garbage_ends_the_connection_and_nothing_else) {
+  Channel channel(quiet());
+  std::uint64_t got = 0;
+  channel.on("ITEM", [&](msgpack::Reader item) {
+    (void)item.skip("item");
+    ++got;
+  });
+  channel.start();
+  std::mt19937 rng(5);
+  const char* const heads[] = {"NEWS", "ACKN", "BEAT", "OKAY", "FAIL", "LINK", "????"};
+  for (int round = 0; round < 300; ++round) {
+    Scheduler s(channel, incarnation(1));
+    if (round % 3 != 0) (void)s.link(7, 1, true);  // else: garbage for an answer to LINK
+    msgpack::Writer w;                             // now and then almost right
+    if (round % 2 == 0) {
+      w.array(2);
+      w.uint(rng() % 3);
+      w.array(1);
+      w.array(2);
+      w.str("ITEM");
+      w.array(rng() % 3);
+    }
+    std::vector<std::uint8_t> body = w.take();
+    for (std::size_t n = rng() % 20; n > 0; --n) body.push_back(static_cast<std::uint8_t>(rng()));
+    char letters[5];
+    std::memcpy(letters, heads[rng() % std::size(heads)], 5);
+    s.send(letters, body);
+    s.hang_up();
+  }
+  Scheduler s(channel, incarnation(2));
+  (void)s.link(8, 1, true);
+  s.news(1, "ITEM", {1});
+  CHECK_EQ(s.next().head, "ACKN");
+  channel.stop();
+  CHECK(got >= 1);
 }
 
 TEST(stop_is_prompt_and_publishing_after_it_harmless) {
