@@ -32,6 +32,7 @@ from simple_rpc.channel import Channel
 
 log = logging.getLogger(__name__)
 
+WORKER_STAGES = (Stage.BOUND, Stage.LAYERS_READY, Stage.SUBMITTED)
 Posts = tuple[Callable[[Any], None], ...]
 
 
@@ -246,6 +247,7 @@ class Workers:
         for fields in items:
             item = wire.SEND_DONE.decode(fields)
             if self._is_own(worker, item.rank):
+                self._record_stamps(item, fields)
                 self._trace.record(Stage.SEND_DONE, key=item.key, rank=item.rank, value=item.tokens)
                 self._post_prefill(
                     ev.SendDone(
@@ -257,6 +259,17 @@ class Workers:
                         Code.from_wire(item.code),
                         item.detail,
                     )
+                )
+
+    def _record_stamps(self, item: m.SendDoneItem, fields: list[Any]) -> None:
+        """A data plane may add when its rank bound, saw ready and submitted the transfer."""
+        stamps = fields[6] if len(fields) > 6 else ()
+        if not isinstance(stamps, list) or len(stamps) != len(WORKER_STAGES):
+            return
+        for stage, at_ns in zip(WORKER_STAGES, stamps, strict=True):
+            if type(at_ns) is int and at_ns > 0:
+                self._trace.record(
+                    stage, key=item.key, rank=item.rank, value=item.tokens, at_ns=at_ns
                 )
 
     # -- what others ask -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,8 @@ class _Transfer:
     targets: dict[int, m.Target]  # those that have not ended
     num_outstanding: int = 0  # sends not fully moved
     last_end: int | None = None
-    source: m.Send | None = None
+    bound_ns: int = 0
+    ready_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -349,7 +351,7 @@ class LoopbackPlane:
             return False  # it failed before its last part was submitted
         transfer = self._transfers.get(send.key)
         if transfer is None:
-            transfer = _Transfer({t.rank: t for t in send.targets})
+            transfer = _Transfer({t.rank: t for t in send.targets}, bound_ns=time.monotonic_ns())
             self._transfers[send.key] = transfer
         transfer.num_outstanding += 1
         if send.last:
@@ -368,6 +370,7 @@ class LoopbackPlane:
             targets = list(transfer.targets.values())
         assert self._host is not None
         if layers:
+            transfer.ready_ns = time.monotonic_ns()
             for target in targets:
                 code, detail = self._place_at(target, send, layers)
                 if code is not Code.OK:
@@ -394,17 +397,25 @@ class LoopbackPlane:
         transfer = self._transfers.get(key)
         if transfer is None or transfer.targets.pop(rank, None) is None:
             return
-        self._send_done(key, rank, tokens, code, detail)
+        stamps = [transfer.bound_ns, transfer.ready_ns, time.monotonic_ns()]
+        self._send_done(key, rank, tokens, code, detail, stamps)
         if not transfer.targets:
             del self._transfers[key]
             _remember(self._ended, key)
 
     def _send_done(
-        self, key: bytes, target_rank: int | None, tokens: int, code: Code, detail: str
+        self,
+        key: bytes,
+        target_rank: int | None,
+        tokens: int,
+        code: Code,
+        detail: str,
+        stamps_ns: list[int] | None = None,
     ) -> None:
         assert self._host is not None
         item = m.SendDoneItem(self._host.rank, key, target_rank, tokens, int(code), detail)
-        self._publish(wire.SEND_DONE.head, wire.SEND_DONE.encode(item))
+        fields = wire.SEND_DONE.encode(item)
+        self._publish(wire.SEND_DONE.head, (*fields, stamps_ns) if stamps_ns else fields)
 
     def _fail_all(self, key: bytes, code: Code, detail: str) -> None:
         transfer = self._transfers.get(key)

@@ -63,6 +63,7 @@ class Node:
         self.spec = spec
         self._plane = plane
         self._hub = hub
+        self._is_stopped = False
         self.engine = FakeEngine(
             spec,
             name=config.instance,
@@ -107,8 +108,11 @@ class Node:
         return self
 
     def stop(self) -> None:
-        self.engine.stop()
-        self.runtime.close()
+        """Idempotent."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self.engine.stop()
+            self.runtime.close()
 
     def __enter__(self) -> Node:
         return self.start()
@@ -138,19 +142,23 @@ class Node:
         *,
         mode: Mode = Mode.SINGLE,
         peer: Node | None = None,
+        peer_instance: str = "",
+        peer_address: str = "",
         remote_request_id: str = "",
         on_failure: OnFailure | None = None,
         salt: str = "",
         on_token: Callable[[int], None] | None = None,
         **more: Any,
     ) -> Future[list[int]]:
-        """D's half, or the whole of a single-mode request. `peer` None: discovery decides."""
+        """D's half, or the whole of a single-mode request. Without a peer discovery decides."""
+        if peer is not None:
+            peer_instance, peer_address = peer.config.instance, peer.address
         remote = DecodeRequest(
             request_id,
             self.engine.content_of(prompt, salt),
             mode=mode,
-            peer_instance=peer.config.instance if peer is not None else "",
-            peer_address=peer.address if peer is not None else "",
+            peer_instance=peer_instance,
+            peer_address=peer_address,
             remote_request_id=(remote_request_id or request_id) if mode is Mode.DUAL else "",
             payload={"salt": salt},
             on_failure=on_failure,

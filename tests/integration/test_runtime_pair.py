@@ -6,7 +6,6 @@ any engine that still lives.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import pytest
 from pd_control.codes import Code
 from pd_control.config import Config, Deadlines, Discovery, Network, Policy
 from pd_control.engine import Mode, OnFailure
+from pd_control.testing.cluster import Cluster
 from pd_control.testing.fake_engine import EngineError, EngineSpec
 from pd_control.testing.fake_model import Geometry, oracle
-from pd_control.testing.loopback_plane import Hub
 from pd_control.testing.node import Node
 from pd_control.trace import Stage
 
@@ -30,48 +29,10 @@ def prompt(n: int, seed: int = 1) -> list[int]:
     return [(i * 31 + seed * 17) % 997 for i in range(n)]
 
 
-class Cluster:
-    """Nodes that share a hub; counts leaks at the end."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.hub = Hub()
-        self.nodes: list[Node] = []
-        self._stack = stack
-
-    def node(
-        self,
-        name: str,
-        *,
-        spec: dict[str, Any] | None = None,
-        network: Network | None = None,
-        **config: Any,
-    ) -> Node:
-        role = {"p": "prefill", "d": "decode", "b": "both"}[name[0]]
-        limits = {"geometry": GEOMETRY, "max_step_tokens": 24, **(spec or {})}
-        node = Node(
-            Config(instance=name, role=role, network=network or Network(), **config),  # type: ignore[arg-type]
-            EngineSpec(**limits),
-            hub=self.hub,
-        )
-        self.nodes.append(self._stack.enter_context(node))
-        return node
-
-    def stop(self, node: Node) -> None:
-        self.nodes.remove(node)
-        node.stop()
-
-    def leaks(self) -> dict[str, list[str]]:
-        found = {n.config.instance: n.wait_clean() for n in self.nodes}
-        return {name: leaks for name, leaks in found.items() if leaks}
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with contextlib.ExitStack() as stack:
-        cluster = Cluster(stack)
+    with Cluster(geometry=GEOMETRY) as cluster:
         yield cluster
-        cluster.hub.gate.set()
-        assert cluster.leaks() == {}
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4)])
