@@ -24,6 +24,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
 import uvloop

@@ -61,6 +61,7 @@ class ClientConnection:
         "_handshake",
         "_hold_after_answer",
         "_loop",
+        "_watchdog",
         "address",
         "connection",
         "is_open",
@@ -77,6 +78,7 @@ class ClientConnection:
 
     def __init__(self, dialer: Dialer, address: Address) -> None:
         self._dialer = dialer
+        self._watchdog = dialer.watchdog
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[Answer] | None = None
         self._handshake: ClientHandshake | None = None
@@ -176,7 +178,9 @@ class ClientConnection:
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._future = future
         connection = self.connection
-        connection.wait_until(deadline_at_s)
+        connection.wait_due_s = deadline_at_s
+        if deadline_at_s < self._watchdog.armed_at_s:
+            self._watchdog.expect(deadline_at_s)
         connection.transport.write(_pack_prefix(head, len(body)) + body)
         return future
 

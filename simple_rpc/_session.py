@@ -40,6 +40,7 @@ class Session:
     """An ``Owner``. Made for each accepted connection; counted by the server until it is closed."""
 
     __slots__ = (
+        "_active_s",
         "_call_start_s",
         "_calls",
         "_cancel_error",
@@ -68,6 +69,7 @@ class Session:
         self._entry: Entry | None = None
         self._cancel_error: RpcError | None = None
         self._call_start_s = 0.0
+        self._active_s = 0.0
         self._has_started = False
         self._is_detached = False
         self._is_draining = False
@@ -150,6 +152,8 @@ class Session:
             )
         elif self.task is not None:
             self._cancel(_deadline_passed("in the handler"))
+        elif self._active_s + limits.idle_s > self._server.now():
+            self.connection.wait_until(self._active_s + limits.idle_s)  # there were calls meanwhile
         else:
             self._server.metrics.count("server.closed.idle")
             self.connection.close(ClosedError(message=f"no call for {limits.idle_s} s"))
@@ -184,7 +188,8 @@ class Session:
             server.established(self)
             connection.decoder.heads = server.heads
             connection.decoder.max_body_bytes = server.limits.max_body_bytes
-            connection.wait_until(server.now() + server.limits.idle_s)
+            self._active_s = server.now()
+            connection.wait_until(self._active_s + server.limits.idle_s)
         else:
             connection.decoder.heads = handshake.heads
         connection.transport.write(answer)
@@ -199,13 +204,15 @@ class Session:
     # Calls
 
     def _call_typed(self, entry: TypedEntry, body: bytes) -> None:
+        """A plain handler is answered before this returns; much of it is written out for that path."""
         server = self._server
-        now_s = self._call_start_s = server.now()
+        now_s = self._call_start_s = self._active_s = server.now()
         try:
             timeout_ms, request = entry.method.unpack_request(body)
             if not timeout_ms:
                 raise _deadline_passed("on arrival")
-            server.begin_call(self._calls)
+            if self._calls.num_running >= server.limits.max_in_flight_per_peer:
+                raise self._too_many()
         except RpcError as error:
             self._fail(entry, error)
             return
@@ -216,9 +223,9 @@ class Session:
         self._entry = entry
         context = CallContext(self, self.peer, deadline_at_s)
         if entry.is_coroutine:
-            connection = self.connection
-            connection.hold()
-            connection.wait_until(deadline_at_s)
+            self._calls.num_running += 1
+            self.connection.hold()
+            self.connection.wait_until(deadline_at_s)
             self.task = server.loop.create_task(self._run(entry, request, context))
             return
         try:
@@ -227,6 +234,10 @@ class Session:
             self._finish(entry, None, self._as_rpc_error(entry, error))
         else:
             self._finish(entry, response, None)
+
+    def _too_many(self) -> BusyError:
+        num = self._calls.num_running
+        return BusyError(message=f"{num} calls of this peer are in progress")
 
     async def _run(self, entry: TypedEntry, request: Any, context: CallContext) -> None:
         response, failure = None, self._cancel_error
@@ -242,10 +253,15 @@ class Session:
         except BaseException:
             self.connection.abort(ClosedError(message="the server's process is ending"))
             raise
+        self._task_ended()
+        self._finish(entry, response, failure)
+
+    def _task_ended(self) -> None:
         self.task = None
         self._has_started = False
         self._cancel_error = None
-        self._finish(entry, response, failure)
+        self._calls.num_running -= 1
+        self._server.call_ended()
 
     def _cancel(self, error: RpcError) -> None:
         """End the call in progress with ``error`` (unless its handler finishes in spite of it)."""
@@ -265,30 +281,26 @@ class Session:
     def _finish(self, entry: TypedEntry, response: Any, failure: RpcError | None) -> None:
         """The call has an outcome: answer it, and be ready for the next."""
         server = self._server
-        server.end_call(self._calls)
         self._entry = None
         if self._is_detached:
             server.metrics.call("server", entry.name, Code.OK, self._elapsed_s())
             return
-        if failure is not None:
-            self._fail(entry, failure)
-        else:
+        if failure is None:
             try:
                 body = entry.method.pack_response(server.pack, response)
-                if len(body) > server.limits.max_body_bytes:
-                    raise InvalidMessageError(
-                        message=f"a response of {len(body)} bytes is too large"
-                    )
+                if len(body) <= server.limits.max_body_bytes:
+                    self.connection.write_frame(OKAY, body)
+                    now_s = self._active_s = server.now()
+                    server.metrics.call("server", entry.name, Code.OK, now_s - self._call_start_s)
+                    if entry.is_coroutine or self._is_draining:
+                        self._ready(now_s)
+                    return
+                message = f"a response of {len(body)} bytes is too large"
             except InvalidMessageError as error:
-                log.error("the handler of %s returned what cannot be sent: %s", entry.name, error)
-                self._fail(
-                    entry, RpcError(Code.INTERNAL, f"response of {entry.name}: {error.message}")
-                )
-            else:
-                self.connection.write_frame(OKAY, body)
-                now_s = server.now()
-                server.metrics.call("server", entry.name, Code.OK, now_s - self._call_start_s)
-                self._ready(now_s)
+                message = error.message
+            log.error("the handler of %s returned what cannot be sent: %s", entry.name, message)
+            failure = RpcError(Code.INTERNAL, f"response of {entry.name}: {message}")
+        self._fail(entry, failure)
 
     def _fail(self, entry: Entry, error: RpcError) -> None:
         server = self._server
@@ -302,10 +314,10 @@ class Session:
         if self._is_draining:
             connection.close(ClosedError(message="the server is draining"))
             return
-        if connection.is_open:
+        self._active_s = now_s
+        if connection.is_open and connection.is_held:
             connection.wait_until(now_s + self._server.limits.idle_s)
-            if connection.is_held:
-                connection.release()
+            connection.release()
 
     def _elapsed_s(self) -> float:
         return self._server.now() - self._call_start_s
@@ -316,11 +328,10 @@ class Session:
         assert isinstance(entry, RawEntry)
         server = self._server
         now_s = self._call_start_s = server.now()
-        try:
-            server.begin_call(self._calls)
-        except BusyError as error:
-            self._refuse(error)  # what follows the head cannot be skipped
+        if self._calls.num_running >= server.limits.max_in_flight_per_peer:
+            self._refuse(self._too_many())  # what follows the head cannot be skipped
             return
+        self._calls.num_running += 1
         self.connection.hold()
         self.connection.wait_until(now_s + server.limits.max_call_s)
         self._entry = entry
@@ -347,11 +358,8 @@ class Session:
             log.error("callback of %s raised", entry.name, exc_info=error)
             code, message = Code.INTERNAL, f"the callback of {entry.name} raised"
         finally:
-            self.task = None
-            self._has_started = False
-            self._cancel_error = None
+            self._task_ended()
             self._entry = None
-            server.end_call(self._calls)
             server.metrics.call("server", entry.name, code, self._elapsed_s())
         if code is not Code.OK:
             connection.abort(RpcError(code, message))

@@ -73,8 +73,12 @@ class Method(Generic[Req, Resp]):
 
     def unpack_request(self, body: bytes) -> tuple[int, Req]:
         """``(timeout_ms, request)``. Raises ``InvalidMessageError``."""
-        timeout_ms, fields = unpack_call(body)
-        return timeout_ms, self._decode_request(fields)
+        values = unpack_body(body)
+        if type(values) is list and len(values) > 1:
+            timeout_ms = values[0]
+            if type(timeout_ms) is int and 0 <= timeout_ms <= MAX_TIMEOUT_MS:
+                return timeout_ms, self._decode_request(values[1])
+        raise _malformed_call(values)
 
     def pack_response(self, pack: Pack, response: Resp) -> bytes:
         try:
@@ -104,14 +108,19 @@ class _Nothing:
 def unpack_call(body: bytes) -> tuple[int, Any]:
     """``(timeout_ms, fields)`` of any call, the fields unchecked. Raises ``InvalidMessageError``."""
     values = unpack_body(body)
+    if type(values) is list and len(values) > 1:
+        timeout_ms = values[0]
+        if type(timeout_ms) is int and 0 <= timeout_ms <= MAX_TIMEOUT_MS:
+            return timeout_ms, values[1]
+    raise _malformed_call(values)
+
+
+def _malformed_call(values: Any) -> InvalidMessageError:
     if type(values) is not list or len(values) < 2:
-        raise InvalidMessageError(message="call: expected [timeout_ms, fields]")
-    timeout_ms = values[0]
-    if type(timeout_ms) is not int or not 0 <= timeout_ms <= MAX_TIMEOUT_MS:
-        raise InvalidMessageError(
-            message=f"call.timeout_ms: expected 0..{MAX_TIMEOUT_MS}, got {shown(timeout_ms)}"
-        )
-    return timeout_ms, values[1]
+        return InvalidMessageError(message="call: expected [timeout_ms, fields]")
+    return InvalidMessageError(
+        message=f"call.timeout_ms: expected 0..{MAX_TIMEOUT_MS}, got {shown(values[0])}"
+    )
 
 
 def pack_fail(pack: Pack, error: RpcError) -> bytes:

@@ -51,7 +51,7 @@ class ServerStats:
 
 
 class PeerCalls:
-    """Calls in progress of one peer, over all its connections."""
+    """Calls of one peer that have a task now, over all its connections."""
 
     __slots__ = ("__weakref__", "num_running")
 
@@ -102,11 +102,11 @@ class Server:
         self._num_handshaking = 0
         self._num_accepted = 0
         self._peer_calls: WeakValueDictionary[tuple[str, bytes], PeerCalls] = WeakValueDictionary()
-        self._num_calls = 0
         self._closed: dict[str, int] = {}
         self._log_after_s: dict[str, float] = {}
         self._is_draining = False
-        self._all_gone: asyncio.Future[None] | None = None
+        self._all_gone: asyncio.Future[None] | None = None  # the last connection is closed
+        self._call_over: asyncio.Future[None] | None = None  # a call has ended
 
     # What is served
 
@@ -206,9 +206,9 @@ class Server:
         while any(session.is_busy for session in self._sessions) and not deadline.has_passed(
             self.clock
         ):
-            self._all_gone = asyncio.get_running_loop().create_future()
+            self._call_over = asyncio.get_running_loop().create_future()
             try:
-                await run_until(_wait_for(self._all_gone), deadline.at_s, self.clock)
+                await run_until(_wait_for(self._call_over), deadline.at_s, self.clock)
             except TimeoutError:
                 self.metrics.count("server.drain_expired")
         await self.close()
@@ -246,7 +246,7 @@ class Server:
         return ServerStats(
             num_connections=len(self._sessions),
             num_handshaking=self._num_handshaking,
-            num_calls=self._num_calls,
+            num_calls=sum(calls.num_running for calls in self._peer_calls.values()),
             num_accepted=self._num_accepted,
             closed=dict(self._closed),
         )
@@ -297,7 +297,7 @@ class Server:
             if session.is_handshaking:
                 self._num_handshaking -= 1
             if not self._sessions:
-                self._notify()
+                _notify(self._all_gone)
 
     def calls_of(self, peer: Identity) -> PeerCalls:
         """The counter that all connections of one peer share, for as long as it has any."""
@@ -307,18 +307,10 @@ class Server:
             calls = self._peer_calls[key] = PeerCalls()
         return calls
 
-    def begin_call(self, calls: PeerCalls) -> None:
-        """Raises ``BusyError`` if the peer has too many calls in progress."""
-        if calls.num_running >= self.limits.max_in_flight_per_peer:
-            raise BusyError(message=f"{calls.num_running} calls of this peer are in progress")
-        calls.num_running += 1
-        self._num_calls += 1
-
-    def end_call(self, calls: PeerCalls) -> None:
-        calls.num_running -= 1
-        self._num_calls -= 1
-        if self._all_gone is not None and not self._num_calls:
-            self._notify()
+    def call_ended(self) -> None:
+        """A call that had a task is over."""
+        if self._call_over is not None:
+            _notify(self._call_over)
 
     def note_closed(self, session: Session, error: RpcError) -> None:
         """A peer's fault ends its connection: count and log it."""
@@ -341,9 +333,10 @@ class Server:
                 self._closed[reason],
             )
 
-    def _notify(self) -> None:
-        if self._all_gone is not None and not self._all_gone.done():
-            self._all_gone.set_result(None)
+
+def _notify(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
 
 
 async def _wait_for(future: asyncio.Future[None]) -> None:

@@ -154,5 +154,5 @@ class PoolMachine(RuleBasedStateMachine):
                 assert pool.num_open + pool.num_opening == MAX_CONNECTIONS
 
 
-PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestPools = PoolMachine.TestCase
