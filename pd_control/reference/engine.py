@@ -200,6 +200,11 @@ class Engine:
     def worker_pids(self) -> list[int]:
         return [] if self._workers is None else self._workers.pids
 
+    @property
+    def core_thread_ident(self) -> int:
+        """Of the started core thread, for whoever measures what it costs."""
+        return self._thread.ident or 0
+
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self.wake()
@@ -219,10 +224,9 @@ class Engine:
                     break
                 self.control.drain()
                 self.control.place()
-                if self._in_flight is None and not self._begin_step():
-                    selector.select()
-                    continue
-                outputs = self._workers.poll()
+                if self._in_flight is None:
+                    self._begin_step()
+                outputs = self._workers.poll()  # also when idle: a worker may have died
                 if outputs is None:
                     selector.select()
                 else:
@@ -274,11 +278,11 @@ class Engine:
         if self.scheduler.finish(request_id, reason) is not None:
             self._on_output(Output(request_id, [], reason, error))
 
-    def _begin_step(self) -> bool:
+    def _begin_step(self) -> None:
         plan = self.scheduler.plan()
         self.control.tell_blocks_wanted()
         if plan is None:
-            return False
+            return
         rows = []
         for part in plan.scheduled:
             s = part.sequence
@@ -291,7 +295,6 @@ class Engine:
             {"step": plan.step, "rows": rows, "control": self.control.plan(plan)}
         )
         self._in_flight = plan
-        return True
 
     def _end_step(self, outputs: list[dict[str, Any]]) -> None:
         plan, self._in_flight = self._in_flight, None

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -109,6 +110,24 @@ def test_a_killed_worker_ends_every_request_with_its_name(single: Running) -> No
     last = single.outputs["a"][-1]
     assert last.finish_reason == "error"
     assert "SIGKILL" in last.error
+
+
+def test_a_worker_killed_while_nothing_runs_ends_the_engine(single: Running) -> None:
+    os.kill(single.engine.worker_pids[0], signal.SIGKILL)
+    assert "SIGKILL" in single.fatal.get(timeout=60)
+
+
+def test_an_idle_engine_sleeps(single: Running) -> None:
+    """Nothing to compute costs nothing: its thread's CPU clock stands still over many scheduler ticks."""
+    single.engine.submit(Request("a", PROMPTS[1], SamplingParams(max_tokens=2)))
+    single.wait_ended(1)
+    clock = time.pthread_getcpuclockid(single.engine.core_thread_ident)
+    single.engine.abort("nobody")  # the last wake; after it the core must come to rest
+    before = time.clock_gettime(clock)
+    for _ in range(200):
+        os.sched_yield()
+    time.sleep(0.5)  # measured, not waited for: an engine that ticks burns CPU in it
+    assert time.clock_gettime(clock) - before < 0.05
 
 
 def test_close_leaves_no_process_behind() -> None:
