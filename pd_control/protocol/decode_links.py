@@ -36,8 +36,8 @@ class LinkLayer(DecodeState):
         self._emit(OpenLink(peer.instance, peer.address, peer.link_id, deadline))
 
     def _on_link_up(self, event: LinkUp) -> None:
-        peer = self._peers.get(event.peer.instance)
-        if peer is None or peer.link is not LinkState.OPENING or peer.link_id != event.link_id:
+        peer = self._peers.of_link(event.peer.instance, event.link_id, LinkState.OPENING)
+        if peer is None:
             self.counters.add("link_up.unknown")
             self._emit(CloseLink(event.peer, event.link_id))
             return
@@ -79,8 +79,8 @@ class LinkLayer(DecodeState):
         self._peers.drop_unused(peer)
 
     def _on_link_down(self, event: LinkDown) -> None:
-        peer = self._peers.get(event.peer.instance)
-        if peer is None or peer.link is not LinkState.UP or peer.link_id != event.link_id:
+        peer = self._peers.of_link(event.peer.instance, event.link_id, LinkState.UP)
+        if peer is None:
             self.counters.add("link_down.unknown")
             return
         self.counters.add("links.lost")

@@ -81,7 +81,7 @@ class TryLayer(LinkLayer):
             grant = Grant(
                 GrantOp.OPEN,
                 request.key,
-                peer.instance,
+                peer.peer_id.instance,
                 peer.peer_id.incarnation,
                 request.block_ids,
                 request.cached_tokens,
@@ -245,7 +245,9 @@ class TryLayer(LinkLayer):
     def _give_up_taking(self, request: DRequest) -> None:
         if self._is_dual(request):
             self._unhold(request)
-            self._tell_peer(request, AbortKind.TAKER, request.message)
+            # What P called somebody else's is not ours to give up: its owner would lose its hold.
+            if request.code is not Code.BAD_REQUEST:
+                self._tell_peer(request, AbortKind.TAKER, request.message)
 
     def _leave_peer(self, request: DRequest) -> None:
         """This try waits for its peer no more."""

@@ -109,6 +109,15 @@ class PeerTable:
     def get(self, instance: str) -> Peer | None:
         return self._peers.get(instance)
 
+    def of_link(self, instance: str, link_id: int, state: LinkState) -> Peer | None:
+        """The peer with this link in this state: `instance`, or one known by its address only."""
+        peer = self._peers.get(instance)
+        if peer is None or peer.link_id != link_id or peer.link is not state:
+            peer = next((p for p in self._peers.values() if p.link_id == link_id), None)
+            if peer is None or peer.link is not state or peer.instance != peer.address:
+                return None
+        return peer
+
     def get_or_add(self, instance: str, address: str) -> Peer:
         peer = self._peers.get(instance)
         if peer is None:

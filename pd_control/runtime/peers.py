@@ -273,7 +273,8 @@ class _OpeningLink:
         if self._channel is not None and self._theirs is not None and self._peer is None:
             identity = self._channel.peer
             assert identity is not None
-            if identity.instance != self._effect.instance:
+            # A peer of which only the address is known goes by it until it has said who it is.
+            if self._effect.instance not in (identity.instance, self._effect.address):
                 self._error = RpcError(
                     Code.INCOMPATIBLE,
                     f"expected instance {self._effect.instance!r} at {self._effect.address}, "

@@ -1,8 +1,8 @@
 """What routers say about a request, in ``kv_transfer_params``, and what P answers.
 
 The keys keep the meanings that they have for vLLM's own connectors. On P (``do_remote_decode``) the
-request becomes known under its *reference*: ``transfer_id`` if the router made one, else the base of its
-request id. On D (``do_remote_prefill``) the reference is ``transfer_id`` or ``remote_request_id``, and P is
+request becomes known under its *reference*: ``transfer_id`` if the router made one, else its request id.
+On D (``do_remote_prefill``) the reference is ``transfer_id`` or ``remote_request_id``, and P is
 found by ``remote_host`` and ``remote_port``.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: vLLM appends "-" and eight hex digits to every request id, and "-<prompt index>" before that.
-_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+#: vLLM puts "<index>_" before the id of each of several samples.
 _CHILD_PREFIX = re.compile(r"^(\d+)_(?=.)")
 MAX_REFERENCE_CHARS = 256
 
@@ -23,10 +22,10 @@ class ParamsError(ValueError):
     """``kv_transfer_params`` that cannot be followed; the message names key, expected and got."""
 
 
-def base_request_id(request_id: str) -> str:
-    """The part of a vLLM request id that P's and D's have in common: without the random suffix and,
-    for one of several samples of a request, without its index."""
-    return _CHILD_PREFIX.sub("", _RANDOM_SUFFIX.sub("", request_id))
+def prompt_id(request_id: str) -> str:
+    """The part of a vLLM request id that all samples of one prompt have in common. It ends in a random
+    suffix of vLLM's own, so two requests never share it, whatever their routers called them."""
+    return _CHILD_PREFIX.sub("", request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,12 @@ def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | 
         takers = params.get("num_takers", 1)
         if type(takers) is not int or not 1 <= takers <= 1024:
             raise ParamsError(f"num_takers: expected 1 to 1024, got {takers!r}")
-        return PrefillParams(_text(params, "transfer_id") or base_request_id(request_id), takers)
+        reference = _text(params, "transfer_id") or prompt_id(request_id)
+        if len(reference) > MAX_REFERENCE_CHARS:
+            raise ParamsError(
+                f"request id: expected at most {MAX_REFERENCE_CHARS} characters, got {len(reference)}"
+            )
+        return PrefillParams(reference, takers)
     if not params.get("do_remote_prefill"):
         return None
     reference = _text(params, "transfer_id") or _text(params, "remote_request_id")

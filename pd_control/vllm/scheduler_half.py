@@ -33,6 +33,7 @@ from pd_control.engine import (
     ScheduledRequest,
     identity_digest,
 )
+from pd_control.protocol.errors import EngineContractError
 from pd_control.vllm.params import DecodeParams, ParamsError, PrefillParams, answer, parse
 
 if TYPE_CHECKING:
@@ -89,10 +90,12 @@ class SchedulerHalf:
         self._pool: BlockPool | None = None
         self._fatal = ""
         self._step = 0
-        # P: vLLM request id → reference, while vLLM runs it; only the first of several samples is ours.
+        # P: vLLM request id → reference, while vLLM runs it; of several samples the first is the one tracked.
         self._references: dict[str, str] = {}
         self._first_of: dict[str, str] = {}
-        self._planned_blocks: set[str] = set()
+        self._asked: dict[
+            str, int
+        ] = {}  # blocks asked for in this scheduling pass and not given yet
         # D
         self._waiting: dict[str, _Waiting] = {}
         self._leader: dict[str, str] = {}  # reference → the request that loads it
@@ -150,9 +153,6 @@ class SchedulerHalf:
             return
         waiting = _Waiting(request.request_id, params)
         self._waiting[request.request_id] = waiting
-        if self._wanted_end(request) < 1:
-            waiting.state = "done"  # one token: there is nothing before it to load
-            return
         if params.reference in self._leader:
             waiting.state = "joined"  # another sample of the same prompt loads it already
             return
@@ -168,7 +168,8 @@ class SchedulerHalf:
                 request.request_id,
                 self._content(request),
                 mode=Mode.DUAL,
-                peer_instance=params.engine_id or params.address,
+                # By its address: routers need not know the instance, and one P must have one link.
+                peer_instance=params.address,
                 peer_address=params.address,
                 remote_request_id=params.reference,
                 recompute_tail_tokens=1,
@@ -185,6 +186,9 @@ class SchedulerHalf:
         """How many tokens beyond the local hit come from P. Free of side effects towards vLLM; asked
         in every pass until blocks are found, and again after a failed load or a preemption."""
         self.drain()
+        if self.prefill is not None:
+            missing = int(request.num_tokens) - num_computed
+            self._asked[request.request_id] = -(-missing // self._block_tokens)
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.state in ("done", "loaded", "failed"):
             return 0, False
@@ -205,8 +209,13 @@ class SchedulerHalf:
     def allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
         """vLLM has given the request blocks. The first time, with external tokens, they are D's
         destination."""
+        self._asked.pop(request.request_id, None)
         waiting = self._waiting.get(request.request_id)
-        if waiting is None or waiting.is_allocated:
+        if waiting is None:
+            return
+        if waiting.is_allocated:
+            # Admitted, so its blocks are registered now: the other samples find them.
+            self._stop_leading(waiting)
             return
         if waiting.state == "doomed" and num_external:
             waiting.is_allocated, waiting.state = True, "failed"
@@ -231,14 +240,15 @@ class SchedulerHalf:
                 "request %s: do_remote_decode, but kv_role has no producer", request.request_id
             )
             return
+        self._references[request.request_id] = params.reference
         if params.reference in self._first_of:
             return  # another sample of the same prompt: the first one's KV is the one held
         try:
             self.prefill.add(params.reference, self._content(request), params.num_takers)
-        except ValueError as error:
+        except (ValueError, EngineContractError) as error:  # a transfer_id that is in use
             log.warning("request %s: %s", request.request_id, error)
+            del self._references[request.request_id]
             return
-        self._references[request.request_id] = params.reference
         self._first_of[params.reference] = request.request_id
 
     def build_metadata(self, output: SchedulerOutput) -> tuple[int, bytes | None, list[str]]:
@@ -250,20 +260,26 @@ class SchedulerHalf:
             for request_id in output.preempted_req_ids or ():
                 self._preempted(request_id)
             plan = self.prefill.plan_step(self._step, list(self._scheduled(output)))
+            # Asked and given nothing: these wait for blocks.
+            self.prefill.blocks_wanted(sum(self._asked.values()))
+            self._asked.clear()
         failed = list(self._failed)
         self._failed.clear()
         return self._step, plan, failed
 
     def _preempted(self, request_id: str) -> None:
-        self._planned_blocks.discard(request_id)
+        if self.prefill is not None:
+            self.prefill.preempted(self._name(request_id))
+
+    def _name(self, request_id: str) -> str:
+        """Under which the driver has a request: only the first sample of a prompt is tracked."""
         reference = self._references.get(request_id)
-        if reference is not None and self.prefill is not None:
-            self.prefill.preempted(reference)
+        is_first = reference is not None and self._first_of.get(reference) == request_id
+        return reference if reference is not None and is_first else request_id
 
     def _scheduled(self, output: SchedulerOutput) -> Iterable[ScheduledRequest]:
         counts = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._planned_blocks.add(new.req_id)
             yield self._part(new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -273,8 +289,9 @@ class SchedulerHalf:
     def _part(
         self, request_id: str, first: int, count: int, blocks: Iterable[Iterable[int]]
     ) -> ScheduledRequest:
-        name = self._references.get(request_id, request_id)
-        return ScheduledRequest(name, first, first + count, tuple(tuple(g) for g in blocks))
+        return ScheduledRequest(
+            self._name(request_id), first, first + count, tuple(tuple(g) for g in blocks)
+        )
 
     def step_reported(self, step: int, acks: dict[int, int | None]) -> None:
         """Every rank's answer of a step: the highest substep that each took."""
@@ -295,17 +312,19 @@ class SchedulerHalf:
         """vLLM is done with a request, before it frees its own references. Returns what its answer
         carries. ``succeeded``: its prompt is computed and it ended by itself."""
         self.drain()
-        self._planned_blocks.discard(request.request_id)
+        self._asked.pop(request.request_id, None)
         self._finish_on_d(request)
+        if self.prefill is None:
+            return None
+        name = self._name(request.request_id)
         reference = self._references.pop(request.request_id, None)
-        if reference is None or self.prefill is None:
-            return None
-        del self._first_of[reference]
-        if not succeeded:
-            self.prefill.finished(reference, Code.ABORTED)
-            return None
+        if name == reference:
+            del self._first_of[name]
         outputs = request.output_token_ids
-        self.prefill.finished(reference, Code.OK, int(outputs[0]) if outputs else None)
+        first_token = int(outputs[0]) if outputs else None
+        self.prefill.finished(name, Code.OK if succeeded else Code.ABORTED, first_token)
+        if reference is None or not succeeded:
+            return None
         host, port, engine_id = self._public()
         return answer(
             reference=reference,
@@ -320,8 +339,7 @@ class SchedulerHalf:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:
             return
-        if self._leader.get(waiting.params.reference) == request.request_id:
-            del self._leader[waiting.params.reference]
+        self._stop_leading(waiting)
         if waiting.state in ("wanted", "here") and self.decode is not None:
             self.decode.abort(request.request_id, "finished or aborted by the engine")
             # It keeps its blocks until its receive is reported; our lease outlives that.
@@ -378,6 +396,9 @@ class SchedulerHalf:
         if waiting is None:
             return
         waiting.why = f"{code.name}: {message}"
+        if self._leader.get(waiting.params.reference) == request_id:
+            self._stop_leading(waiting)
+            self._fail_followers(waiting)
         if waiting.is_allocated:
             self._failed[request_id] = waiting.why
         else:
@@ -395,9 +416,18 @@ class SchedulerHalf:
             waiting.state = "done"
             return None
         waiting.state = state
-        if self._leader.get(waiting.params.reference) == request_id:
-            del self._leader[waiting.params.reference]
         return waiting
+
+    def _stop_leading(self, waiting: _Waiting) -> None:
+        reference = waiting.params.reference
+        if self._leader.get(reference) == waiting.request_id:
+            del self._leader[reference]
+
+    def _fail_followers(self, leader: _Waiting) -> None:
+        """What was true for one sample is true for those that waited for it."""
+        for other in self._waiting.values():
+            if other.state == "joined" and other.params.reference == leader.params.reference:
+                other.state, other.why = "doomed", leader.why
 
     def admit_request(self, request_id: str, content: Content, payload: Any) -> Refusal | None:
         return Refusal(Code.BAD_REQUEST, "single-request mode is not possible through vLLM's hooks")

@@ -9,6 +9,9 @@ from pd_control.config import Config, load
 
 #: Versions that the connector is tested with; others may work and are refused unless told otherwise.
 SUPPORTED = ("0.32", "0.31")
+#: vLLM's core thread keeps Python's lock for seconds at a time, most of all while it starts, and the loop
+#: thread beside it cannot beat then. A dead process needs no heartbeat to be noticed.
+HEARTBEAT_S = 5.0
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
@@ -76,4 +79,12 @@ def make_config(
             f"policy.on_load_failure {policy['on_load_failure']!r}: inside vLLM it is vLLM's own "
             f"kv_load_failure_policy that decides, which is {on_load_failure!r}"
         )
-    return load(instance=engine_id, role=ROLES[kv_role], network=network, policy=policy, **sections)
+    deadlines = {"heartbeat_s": HEARTBEAT_S, **sections.pop("deadlines", {})}
+    return load(
+        instance=engine_id,
+        role=ROLES[kv_role],
+        network=network,
+        policy=policy,
+        deadlines=deadlines,
+        **sections,
+    )

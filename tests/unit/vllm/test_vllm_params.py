@@ -1,0 +1,123 @@
+"""What routers say, and what P answers: without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_control.vllm.params import (
+    DecodeParams,
+    ParamsError,
+    PrefillParams,
+    answer,
+    parse,
+    prompt_id,
+)
+from pd_control.vllm.settings import UnsupportedError, check_version, make_config
+
+WHERE = {"remote_host": "10.0.0.1", "remote_port": 5600}
+
+
+def test_an_ordinary_request_is_nobodys_half() -> None:
+    assert parse("cmpl-1", None) is None
+    assert parse("cmpl-1", {}) is None
+    assert parse("cmpl-1", {"do_remote_prefill": False, "remote_host": None}) is None
+
+
+def test_samples_of_one_prompt_share_its_reference() -> None:
+    params = {"do_remote_decode": True}
+    ids = [f"{i}_cmpl-abc-0-0123abcd" for i in range(3)]
+    assert {parse(i, params) for i in ids} == {PrefillParams("cmpl-abc-0-0123abcd")}
+
+
+def test_two_requests_of_one_client_id_do_not_share_a_reference() -> None:
+    assert prompt_id("cmpl-abc-0-0123abcd") != prompt_id("cmpl-abc-0-0123abce")
+
+
+def test_a_transfer_id_names_the_prompt_on_both_sides() -> None:
+    on_p = parse("cmpl-1", {"do_remote_decode": True, "transfer_id": "t", "num_takers": 2})
+    on_d = parse("cmpl-2", {"do_remote_prefill": True, "transfer_id": "t", **WHERE})
+    assert on_p == PrefillParams("t", 2)
+    assert on_d == DecodeParams("t", "tcp://10.0.0.1:5600")
+
+
+def test_d_takes_what_p_answers() -> None:
+    said = answer(
+        reference="r", engine_id="p0", host="10.0.0.1", port=5600, tp_size=1, num_tokens=7
+    )
+    assert parse("cmpl-2", said) == DecodeParams("r", "tcp://10.0.0.1:5600", "p0")
+
+
+def test_the_answer_has_every_key_of_the_pull_convention() -> None:
+    said = answer(reference="r", engine_id="p", host="h", port=1, tp_size=2, num_tokens=7)
+    assert set(said) >= {
+        "do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id",
+        "remote_request_id", "remote_host", "remote_port", "tp_size", "dcp_size", "pp_size",
+        "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode",
+    }  # fmt: skip
+    assert said["remote_block_ids"] is None  # nobody reads our blocks by number
+
+
+def test_an_ipv6_host_is_bracketed() -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "::1", "remote_port": 9}
+    assert parse("x", params) == DecodeParams("t", "tcp://[::1]:9")
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"mode": "single", "do_remote_prefill": True}, "single-request"),
+        ({"do_remote_decode": True, "num_takers": 0}, "num_takers"),
+        ({"do_remote_decode": True, "num_takers": True}, "num_takers"),
+        ({"do_remote_decode": True, "transfer_id": 7}, "transfer_id"),
+        ({"do_remote_decode": True, "transfer_id": "x" * 257}, "transfer_id"),
+        ({"do_remote_prefill": True, **WHERE}, "transfer_id"),
+        ({"do_remote_prefill": True, "transfer_id": "t", "remote_port": 1}, "remote_host"),
+        ({"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h"}, "remote_port"),
+        (
+            {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 0},
+            "remote_port",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ParamsError, match=named):
+        parse("cmpl-1", params)
+
+
+def test_an_id_that_is_too_long_to_be_a_reference_is_refused() -> None:
+    with pytest.raises(ParamsError, match="request id"):
+        parse("c" * 300, {"do_remote_decode": True})
+
+
+# -- settings ----------------------------------------------------------------------------------------
+
+
+def test_untested_versions_are_refused_unless_allowed() -> None:
+    check_version("0.32.0", False)
+    with pytest.raises(UnsupportedError, match=r"0\.29\.1"):
+        check_version("0.29.1", False)
+    check_version("0.29.1", True)
+
+
+def test_the_configuration_comes_from_the_extra_config() -> None:
+    extra = {"control_port": 5600, "pd_control": {"deadlines": {"hold_s": 7}}}
+    config = make_config("e", "kv_producer", extra, "fail")
+    assert (config.instance, config.role) == ("e", "prefill")
+    assert config.network.listen == "tcp://127.0.0.1:5600"
+    assert config.deadlines.hold_s == 7
+    assert config.policy.on_load_failure == "fail"
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "named"),
+    [
+        ("kv_something", {}, "kv_role"),
+        ("kv_both", {"contrl_port": 1}, "contrl_port"),
+        ("kv_both", {"pd_control": {"policy": {"on_load_failure": "retry"}}}, "on_load_failure"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(role: str, extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        make_config("e", role, extra, "fail")
