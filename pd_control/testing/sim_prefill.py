@@ -30,7 +30,6 @@ from pd_control.protocol.effects import (
 )
 from pd_control.protocol.events import (
     AbortReceived,
-    BlocksWanted,
     FirstToken,
     LinkUp,
     PrefillReceived,
@@ -60,7 +59,6 @@ class SimPrefill(SimInstance):
     def make_core(self) -> None:
         self.core = PrefillCore(self.me, self.topology, self.world.settings)
         self.planner = StepPlanner(PoolRefs(self), self.world.scenario.block_size)
-        self.blocks_wanted = 0
         self.outputs_at_end = self.rng.random() < 0.5  # all ranks' reports at once, as vLLM does
 
     # -- router and peers (loop thread, except add) --------------------------------------------
@@ -184,11 +182,10 @@ class SimPrefill(SimInstance):
             raise Violation("driver", f"P cannot execute {command!r}")
 
     def after_scheduling(self) -> None:
-        wanted = self.engine.blocks_missing
-        if wanted != self.blocks_wanted:
-            self.blocks_wanted = wanted
+        event = self.planner.want_blocks(self.engine.blocks_missing)
+        if event is not None:
             self.world.trace.count("prefill.blocks_wanted")
-            self.post(BlocksWanted(wanted))
+            self.post(event)
 
     def dispatch(self, step: SimStep) -> None:
         scheduled = []

@@ -69,22 +69,23 @@ def run_seed(seed: int, trace: bool = False, whole_trace: bool = False) -> SeedR
     return run_scenario(draw_scenario(seed), trace, whole_trace)
 
 
-def shrink(scenario: Scenario, rule: str, max_runs: int = 400) -> Scenario:
+def shrink(scenario: Scenario, rule: str, max_events: int = 2_000_000) -> Scenario:
     """Leave out requests and faults while the same rule still breaks (delta debugging).
 
     Random draws move when something is left out, so the smaller run is another run that fails in the same
-    way, not a part of the first.
+    way, not a part of the first. ``max_events`` bounds the work (about half a minute by default).
     """
-    runs = 0
+    events = 0
 
     def still_fails(candidate: Scenario) -> bool:
-        nonlocal runs
-        runs += 1
-        return run_scenario(candidate).rule == rule
+        nonlocal events
+        result = run_scenario(candidate)
+        events += result.num_events
+        return result.rule == rule
 
     best = scenario
     chunk = max(1, len(best.requests) // 2)
-    while runs < max_runs:
+    while events < max_events:
         progress = False
         for start in range(0, len(best.requests), chunk):
             drop = {r.index for r in best.requests[start : start + chunk]}
@@ -94,7 +95,7 @@ def shrink(scenario: Scenario, rule: str, max_runs: int = 400) -> Scenario:
             if still_fails(candidate):
                 best, progress = candidate, True
                 break
-            if runs >= max_runs:
+            if events >= max_events:
                 break
         if not progress:
             if chunk == 1:
@@ -102,6 +103,6 @@ def shrink(scenario: Scenario, rule: str, max_runs: int = 400) -> Scenario:
             chunk = max(1, chunk // 2)
     for position in reversed(range(len(best.faults))):
         candidate = best.without(set(), {position})
-        if runs < max_runs and still_fails(candidate):
+        if events < max_events and still_fails(candidate):
             best = candidate
     return best
