@@ -79,10 +79,6 @@ class Session:
     def is_handshaking(self) -> bool:
         return self._handshake is not None
 
-    @property
-    def is_busy(self) -> bool:
-        return self.task is not None
-
     def make_protocol(self) -> Connection:
         server = self._server
         handshake = self._handshake
@@ -224,6 +220,7 @@ class Session:
         context = CallContext(self, self.peer, deadline_at_s)
         if entry.is_coroutine:
             self._calls.num_running += 1
+            server.call_began(self)
             self.connection.hold()
             self.connection.wait_until(deadline_at_s)
             self.task = server.loop.create_task(self._run(entry, request, context))
@@ -261,7 +258,7 @@ class Session:
         self._has_started = False
         self._cancel_error = None
         self._calls.num_running -= 1
-        self._server.call_ended()
+        self._server.call_ended(self)
 
     def _cancel(self, error: RpcError) -> None:
         """End the call in progress with ``error`` (unless its handler finishes in spite of it)."""
@@ -332,6 +329,7 @@ class Session:
             self._refuse(self._too_many())  # what follows the head cannot be skipped
             return
         self._calls.num_running += 1
+        server.call_began(self)
         self.connection.hold()
         self.connection.wait_until(now_s + server.limits.max_call_s)
         self._entry = entry

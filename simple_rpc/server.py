@@ -99,6 +99,9 @@ class Server:
         self._insecure = insecure
         self._listeners: list[Listener] = []
         self._sessions: set[Session] = set()
+        # Those with a call that has a task, whether or not their connection still stands: the event loop
+        # itself holds tasks only weakly.
+        self._running: set[Session] = set()
         self._num_handshaking = 0
         self._num_accepted = 0
         self._peer_calls: WeakValueDictionary[tuple[str, bytes], PeerCalls] = WeakValueDictionary()
@@ -203,9 +206,7 @@ class Server:
         sessions = [session for session in self._sessions if session.connection.owner is session]
         for session in sessions:
             session.drain()
-        while any(session.is_busy for session in self._sessions) and not deadline.has_passed(
-            self.clock
-        ):
+        while self._running and not deadline.has_passed(self.clock):
             self._call_over = asyncio.get_running_loop().create_future()
             try:
                 await run_until(_wait_for(self._call_over), deadline.at_s, self.clock)
@@ -220,10 +221,9 @@ class Server:
         """
         self._stop_listening()
         error = ClosedError(message="the server is closed")
-        tasks = {session.task for session in self._sessions if session.task is not None}
-        for session in list(self._sessions):
-            if session.is_busy:
-                session.on_shutdown(error)
+        tasks = {session.task for session in self._running if session.task is not None}
+        for session in list(self._running):
+            session.on_shutdown(error)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=self.limits.close_s)
             for task in stuck:
@@ -246,7 +246,7 @@ class Server:
         return ServerStats(
             num_connections=len(self._sessions),
             num_handshaking=self._num_handshaking,
-            num_calls=sum(calls.num_running for calls in self._peer_calls.values()),
+            num_calls=len(self._running),
             num_accepted=self._num_accepted,
             closed=dict(self._closed),
         )
@@ -307,8 +307,12 @@ class Server:
             calls = self._peer_calls[key] = PeerCalls()
         return calls
 
-    def call_ended(self) -> None:
-        """A call that had a task is over."""
+    def call_began(self, session: Session) -> None:
+        """A call that has a task: held until ``call_ended``."""
+        self._running.add(session)
+
+    def call_ended(self, session: Session) -> None:
+        self._running.discard(session)
         if self._call_over is not None:
             _notify(self._call_over)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -423,6 +424,22 @@ async def test_a_closed_client_ends_its_calls_and_refuses_new_ones():
         r.gate.set()
 
 
+async def test_a_handler_outlives_its_connection_is_held_and_ends_with_the_server():
+    """Its effects are not cut in half because of a network; but it is nobody's orphan (F15)."""
+    async with rig() as r:
+        for text in ("one", "two"):
+            call = asyncio.ensure_future(r.call(text, WAIT))
+            await r.started.get()
+            call.cancel()
+            await until(lambda: r.server.stats().num_connections == 0)
+        gc.collect()
+        assert r.server.stats().num_calls == 2
+        assert r.cancelled == []
+        await r.server.close()
+        assert sorted(r.cancelled) == ["one", "two"]
+        assert r.server.stats().num_calls == 0
+
+
 async def test_a_drained_client_lets_its_calls_finish():
     async with rig() as r:
         call = asyncio.ensure_future(r.call("last", WAIT))
@@ -460,6 +477,8 @@ async def test_peers_are_bounded_and_the_least_recently_used_goes():
 async def test_statistics_and_metrics_tell_what_happened():
     async with rig() as r:
         await r.call()
+        (line,) = r.server.sessions()
+        assert "scheduler d0@" in line
         with pytest.raises(DeadlineError):
             await r.call("slow", WAIT, deadline=Deadline.after(0.05))
         await until(lambda: not r.server.stats().num_calls)
@@ -468,4 +487,3 @@ async def test_statistics_and_metrics_tell_what_happened():
         assert client["client", "ECHO"].codes == {0: 1}
         assert client["client", "WAIT"].codes == {int(Code.TIMEOUT): 1}
         assert server["server", "WAIT"].codes == {int(Code.TIMEOUT): 1}
-        assert any("d0@" in line for line in r.server.sessions())
