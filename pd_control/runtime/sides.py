@@ -88,6 +88,10 @@ class DecodeSide(_Side):
         self.leases = LeaseTable(EngineRefs(engine))
         # Taken over and without an outcome; what arrives for others comes too late.
         self._open: set[str] = set()
+        # Of these: blocks allocated; and, since then, a rank died, so that hits and what had landed
+        # are gone there. The loop cannot know it of an allocation that was on its way to it.
+        self._allocated: set[str] = set()
+        self._void: set[str] = set()
 
     def add(self, request: ev.DecodeRequest) -> None:
         if request.request_id in self._open:
@@ -100,24 +104,20 @@ class DecodeSide(_Side):
         if request_id not in self._open:
             return False
         lease_id = self.leases.acquire(LeaseKind.LOAD, request_id, block_ids)
+        self._allocated.add(request_id)
         self._trace.record(Stage.BLOCKS_LEASED, request_id, value=sum(map(len, block_ids)))
         self._post(ev.BlocksAllocated(request_id, block_ids, cached_tokens, lease_id))
         return True
 
     def abort(self, request_id: str, reason: str = "") -> None:
-        if request_id in self._open:
-            self._open.discard(request_id)
+        if self._close(request_id):
             self._post(ev.AbortRequested(request_id, reason))
 
     def _execute(self, command: fx.CoreCommand) -> None:
         if isinstance(command, fx.ReleaseLease):
             self.leases.release(command.lease_id)
         elif isinstance(command, fx.RequestLoaded):
-            if self._close(command.request_id):
-                self._trace.record(Stage.ADMITTED, command.request_id, value=command.num_tokens)
-                self._engine.request_loaded(
-                    command.request_id, command.num_tokens, command.first_token
-                )
+            self._loaded(command)
         elif isinstance(command, fx.RequestFailed):
             if self._close(command.request_id):
                 self._engine.request_failed(command.request_id, command.code, command.message)
@@ -125,15 +125,29 @@ class DecodeSide(_Side):
             if self._close(command.request_id):
                 self._engine.recompute_request(command.request_id, command.code, command.message)
         elif isinstance(command, fx.VoidRankKv):
+            self._void |= self._allocated
             self._engine.void_rank(command.rank)
         else:
             raise TypeError(f"not a command for D: {command!r}")
+
+    def _loaded(self, command: fx.RequestLoaded) -> None:
+        request_id = command.request_id
+        is_void = request_id in self._void
+        if not self._close(request_id):
+            return
+        if is_void:
+            why = "a rank died while the request waited for its KV"
+            self._engine.recompute_request(request_id, Code.PEER_LOST, why)
+        else:
+            self._trace.record(Stage.ADMITTED, request_id, value=command.num_tokens)
+            self._engine.request_loaded(request_id, command.num_tokens, command.first_token)
 
     def _close(self, request_id: str) -> bool:
         """True for the first outcome of a request that the engine has not aborted."""
         if request_id not in self._open:
             return False
-        self._open.discard(request_id)
+        for table in (self._open, self._allocated, self._void):
+            table.discard(request_id)
         return True
 
 
