@@ -183,7 +183,7 @@ class RequestMachine(RuleBasedStateMachine):
 
 TestRequestMachine = RequestMachine.TestCase
 TestRequestMachine.settings = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=80,
     deadline=None,
     derandomize=True,

@@ -128,7 +128,7 @@ class SubstepMachine(RuleBasedStateMachine):
 
 TestSubstepMachine = SubstepMachine.TestCase
 TestSubstepMachine.settings = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
