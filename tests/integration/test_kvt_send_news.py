@@ -98,7 +98,7 @@ class World:
 
     async def completion(self, n: int) -> tuple[int, int | None, int, str]:
         await until(lambda: len(self.done) >= n)
-        rank, key, target, tokens, code, _ = self.done[n - 1]
+        rank, key, target, tokens, code, _, *_stamps = self.done[n - 1]
         assert rank == 0
         return int.from_bytes(key, "big"), target, tokens, code_name(code)
 

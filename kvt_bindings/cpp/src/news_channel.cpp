@@ -131,13 +131,18 @@ class NewsChannel::Impl {
 
   void push(Completion c) {
     msgpack::Writer w;
-    w.array(6);
+    const bool has_stamps = c.stamps_ns[0] != 0;
+    w.array(has_stamps ? 7 : 6);
     w.uint(config_.rank);
     w.id16(c.key);
     w.uint(c.other_rank);
     w.uint(c.tokens);
     w.uint(static_cast<std::uint8_t>(c.code));
     w.str(std::string_view(c.detail).substr(0, 1024));
+    if (has_stamps) {
+      w.array(c.stamps_ns.size());
+      for (const std::uint64_t stamp : c.stamps_ns) w.uint(stamp);
+    }
     publish(c.kind == Completion::Kind::kSendDone ? head("SDON") : head("LDON"), w.take());
   }
 

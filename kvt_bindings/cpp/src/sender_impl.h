@@ -6,6 +6,7 @@
 // blocks. Planning, which takes longer, is done by the sending thread outside every lock.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -115,7 +116,8 @@ class Sender::Impl {
   };
   struct LegIo {
     std::shared_ptr<SendConnection> socket;
-    TransferHandle handle = 0;  // 0: not opened
+    TransferHandle handle = 0;                 // 0: not opened
+    std::array<std::uint64_t, 3> stamps_ns{};  // see Completion
   };
   struct PlanTask {
     LegId leg = 0;

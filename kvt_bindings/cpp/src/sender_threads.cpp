@@ -25,6 +25,12 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                        std::chrono::steady_clock::now().time_since_epoch())
+                                        .count());
+}
+
 }  // namespace
 
 RankLayers::RankLayers(const RankCache& cache) {
@@ -148,18 +154,25 @@ void Sender::Impl::execute(LedgerEffects& effects) {
             effect.open, std::make_shared<LegListener>(effect.leg, inbox_));
         break;
       case Kind::kSend:
+        leg->second.stamps_ns[1] = now_ns();
         leg->second.socket->send_layer(leg->second.handle, effect.layer);
         break;
       case Kind::kEnd:
+        leg->second.stamps_ns[2] = now_ns();
         leg->second.socket->end(leg->second.handle);
         break;
       case Kind::kCancel:
         leg->second.socket->cancel(leg->second.handle, effect.status.code, effect.status.detail);
         break;
-      case Kind::kComplete:
-        if (leg != legs_.end()) legs_.erase(leg);
-        sink_->push(effect.completion);
+      case Kind::kComplete: {
+        Completion completion = effect.completion;
+        if (leg != legs_.end()) {
+          completion.stamps_ns = leg->second.stamps_ns;
+          legs_.erase(leg);
+        }
+        sink_->push(std::move(completion));
         break;
+      }
       case Kind::kForget:
         forgotten.push_back(effect.part);
         break;
@@ -180,7 +193,9 @@ void Sender::Impl::connect(const LedgerEffect& effect, LedgerEffects& more) {
     connection.id = next_connection_++;
     connection.socket = socket;
   }
-  legs_[effect.leg].socket = socket;
+  LegIo& leg = legs_[effect.leg];
+  leg.socket = socket;
+  leg.stamps_ns[0] = now_ns();
   ledger_.connected(effect.leg, connection.id, connection.is_ready, more);
 }
 

@@ -9,6 +9,7 @@
 // left.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -31,6 +32,9 @@ struct Completion {
   std::uint64_t tokens = 0;      // end of the contiguous range done, from the first wanted token
   Code code = Code::kOk;
   std::string detail;  // for a human; empty when OK
+  // A send's life at this rank, on CLOCK_MONOTONIC, for traces: bound to its step, last layer
+  // ready, handed to its connection whole. 0: it did not get there.
+  std::array<std::uint64_t, 3> stamps_ns{};
 };
 
 // Where completions go: into this process (CompletionQueue) or to the scheduler (NewsChannel).
