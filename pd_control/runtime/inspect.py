@@ -31,19 +31,21 @@ if TYPE_CHECKING:
     from pd_control.runtime.scheduler import SchedulerRuntime
 
 FORMAT_VERSION = 1
-MAX_PAGE = 1000  # requests, leases or events: about 2 ms of the loop thread
+MAX_PAGE = 500  # requests, leases or events: a few milliseconds of the loop thread
 SIDES = ("decode", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class InspectRequest:
-    """`after` is the last id of the page before, "" for the first. `limit` 0: the configured page."""
+    """`after` is the last id of the page before, "" for the first. `limit` 0: the configured page.
+    `key` (request only): a transfer's key, by which the other side knows the request."""
 
     what: str
     side: str = ""
     request_id: str = ""
     after: str = ""
     limit: int = 0
+    key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,8 @@ class Inspector:
                 for lease in list(leases)
                 if lease.request_id == request.request_id
             ]
-        events = self._runtime.trace.events(request.request_id)
+        keys = (request.key,) if request.key else ()
+        events = self._runtime.trace.events(request.request_id, keys)
         if not events and not any(body.get(side) for side in SIDES):
             raise RpcError(Code.NOT_FOUND, f"no request {request.request_id!r} here")
         body["events"] = [event_fields(e) for e in events]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ from pd_control.testing.fake_worker import (
 
 __all__ = ["EngineError", "EngineSpec", "FakeEngine"]
 
+log = logging.getLogger(__name__)
+
 
 class FakeEngine(Batching):
     """See the module. Public methods are safe on any thread unless they say otherwise.
@@ -65,6 +68,7 @@ class FakeEngine(Batching):
         self.worker_options = dict(worker_options or {})  # read when a worker starts
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._stopping = False
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-core", daemon=True)
         self._started = threading.Event()
         self.num_wakes = 0  # times the core thread left its sleep
@@ -144,7 +148,7 @@ class FakeEngine(Batching):
             num_takers=num_takers,
             on_token=on_token,
         )
-        self._inbox.put(("add", request))
+        self._put("add", request)
         return request.future
 
     def abort(self, request_id: str) -> None:
@@ -154,7 +158,7 @@ class FakeEngine(Batching):
     def call(self, function: Callable[[], Any]) -> Any:
         """Runs `function` on the core thread and returns its result (for tests)."""
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._inbox.put(("call", function, done))
+        self._put("call", function, done)
         return done.result(timeout=60)
 
     # -- Engine: what the driver calls ---------------------------------------------------------------
@@ -223,6 +227,37 @@ class FakeEngine(Batching):
     # -- core thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            # A bug of this engine or a broken contract: it is over, and everybody is told.
+            log.exception("%s: the core thread failed", self.name)
+            self.fatal = self.fatal or f"core thread: {type(error).__name__}: {error}"
+        self._stopping = True
+        with contextlib.suppress(Exception):
+            for request in list(self._requests.values()):
+                self._end(request, EngineError("ABORTED", self.fatal or "the engine stopped"))
+            self._drain()
+        self._is_over = True
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Whatever is still asked of an engine that is over ends at once."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                error = EngineError("ABORTED", self.fatal or "the engine stopped")
+                if item[0] == "add":
+                    item[1].future.set_exception(error)
+                elif item[0] == "call":
+                    item[2].set_exception(error)
+
+    def _put(self, *item: Any) -> None:
+        self._inbox.put(item)
+        if self._is_over:
+            self._refuse_rest()
+
+    def _loop(self) -> None:
         while not self._stopping:
             if self._runnable():
                 with contextlib.suppress(queue.Empty):
@@ -234,9 +269,6 @@ class FakeEngine(Batching):
             self._drain()
             if not self._stopping:
                 self._schedule()
-        for request in list(self._requests.values()):
-            self._end(request, EngineError("ABORTED", self.fatal or "the engine stopped"))
-        self._drain()
 
     def _drain(self) -> None:
         if self._decode is not None:
