@@ -21,9 +21,8 @@ from pd_control.protocol.tombstones import TimedTable
 
 PairsRule = Callable[[Topology, Topology], Pairs]
 
-REQUEST = "request"  # timer key (REQUEST, request id): the deadline of its state
-RENEW = "renew"  # (RENEW, instance)
-TimerKey = tuple[str, str]
+RENEW = "renew"  # timer key (RENEW, instance)
+TimerKey = tuple[str, str] | str  # str: a request, which names its deadline
 
 
 class Outcome(enum.Enum):
@@ -65,6 +64,7 @@ class DRequest:
         "peer",
         "peer_id",
         "request",
+        "request_id",
         "state",
         "stuck",
         "tried",
@@ -74,6 +74,7 @@ class DRequest:
 
     def __init__(self, request: DecodeRequest, wanted_end: int, now_s: float) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.added_s = now_s
         self.state = DRequestState.WAITING_BLOCKS
         self.mode = request.mode
@@ -101,10 +102,6 @@ class DRequest:
         self.code = Code.OK
         self.message = ""
         self.stuck = False  # a worker was declared fatal over it; its blocks stay leased
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
 
 class DecodeState:
@@ -145,7 +142,7 @@ class DecodeState:
         self._effects.append(effect)
 
     def _input(self, request: DRequest, given: DRequestInput) -> bool:
-        after = D_REQUEST.after(request.state, given)
+        after = D_REQUEST.next.get((request.state, given))
         if after is None:
             self.counters.add(f"ignored.d_request.{request.state.name}.{given.name}")
             return False
@@ -154,7 +151,7 @@ class DecodeState:
 
     def _set_deadline(self, request: DRequest, name: str, at_s: float) -> None:
         request.deadline_name = name
-        self._timers.set((REQUEST, request.request_id), at_s)
+        self._timers.set(request.request_id, at_s)
 
     def _call_id(self) -> int:
         self._next_call_id += 1

@@ -7,7 +7,7 @@ from pd_control.messages import AbortKind, Grant, GrantOp, Prefill, TransferKv
 from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS, Completion, Verdict
 from pd_control.protocol.d_request import DRequestInput, DRequestState
 from pd_control.protocol.decode_links import LinkLayer
-from pd_control.protocol.decode_state import REQUEST, DRequest, Outcome
+from pd_control.protocol.decode_state import DRequest, Outcome
 from pd_control.protocol.effects import (
     Call,
     Fatal,
@@ -167,7 +167,7 @@ class TryLayer(LinkLayer):
         """The request is over and its blocks are safe."""
         if request.lease_id:
             self._emit(ReleaseLease(request.lease_id))
-        self._timers.cancel((REQUEST, request.request_id))
+        self._timers.cancel(request.request_id)
         self._by_key.pop(request.key, None)
         del self._requests[request.request_id]
 

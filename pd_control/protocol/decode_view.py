@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from pd_control.ids import prefill_request_id
 from pd_control.protocol.completion import FINAL_MEMBER, Member
 from pd_control.protocol.d_request import DRequestState
-from pd_control.protocol.decode_state import REQUEST
 
 if TYPE_CHECKING:
     from pd_control.protocol.decode_state import DecodeState, DRequest
@@ -28,7 +27,7 @@ def _members(found: Iterable[Member]) -> list[list[int] | str]:
 
 def request_view(core: DecodeState, request: DRequest, now_s: float) -> dict[str, Any]:
     """One request, without its block ids."""
-    at = core._timers.get((REQUEST, request.request_id))
+    at = core._timers.get(request.request_id)
     transfer_id = core._transfer_id(request, request.attempt)
     missing = request.completion.missing()
     peer = request.peer_id or (request.peer.instance if request.peer else None)

@@ -37,7 +37,7 @@ class Row(Generic[S, I]):
 class Table(Generic[S, I]):
     """One machine: its rows, indexed."""
 
-    __slots__ = ("_next", "final", "initial", "inputs", "name", "rows", "states")
+    __slots__ = ("final", "initial", "inputs", "name", "next", "rows", "states")
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class Table(Generic[S, I]):
         self.initial = initial
         self.final = final
         self.rows = tuple(rows)
-        self._next: dict[tuple[S, I], S] = {}
+        self.next: dict[tuple[S, I], S] = {}  # what is not in it is illegal
         for row in self.rows:
             for state in row.states:
-                if (state, row.input) in self._next:
+                if (state, row.input) in self.next:
                     raise ValueError(f"{name}: {state.name} × {row.input.name} listed twice")
                 if state in final:
                     raise ValueError(f"{name}: {state.name} is final and has a row")
-                self._next[state, row.input] = row.to
+                self.next[state, row.input] = row.to
 
     def after(self, state: S, given: I) -> S | None:
         """The state that follows, or None where the pair is illegal."""
-        return self._next.get((state, given))
+        return self.next.get((state, given))
 
 
 class Counters(dict[str, int]):

@@ -23,6 +23,7 @@ from pd_control.protocol.prefill_state import (
     PARK,
     PRESSURE,
     PairsRule,
+    PTransfer,
     TimerKey,
 )
 from pd_control.protocol.prefill_view import inspect_request, snapshot
@@ -100,6 +101,9 @@ class PrefillCore(PeerLayer):
             table.expire(self._now_s)
 
     def _on_due(self, timer: TimerKey) -> None:
+        if isinstance(timer, bytes):
+            self._on_due_of(self._transfers[timer])
+            return
         name, owner = timer
         self.counters.add(f"deadline.{name}")
         if name == HOLD:
@@ -107,19 +111,20 @@ class PrefillCore(PeerLayer):
         elif name == ADMIT:
             self._on_admit_due(self._requests[str(owner)])
         elif name == ACK:
-            assert isinstance(owner, int)
-            self._on_ack_due(owner)
-        elif name == PRESSURE:
-            self._relieve()
+            self._on_ack_due(int(owner))
         else:
-            assert isinstance(owner, bytes)
-            transfer = self._transfers[owner]
-            if name == PARK:
-                self._on_park_due(transfer)
-            elif name == DRAIN:
-                self._on_drain_due(transfer)
-            else:  # QUEUE, SEND
-                self._on_transfer_due(transfer, name)
+            assert name == PRESSURE
+            self._relieve()
+
+    def _on_due_of(self, transfer: PTransfer) -> None:
+        name = transfer.deadline_name
+        self.counters.add(f"deadline.{name}")
+        if name == PARK:
+            self._on_park_due(transfer)
+        elif name == DRAIN:
+            self._on_drain_due(transfer)
+        else:  # QUEUE, SEND
+            self._on_transfer_due(transfer)
 
     def inspect(self, request_id: str, now_s: float) -> dict[str, Any] | None:
         """Everything about one live request (R10), or None."""

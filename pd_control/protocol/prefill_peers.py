@@ -126,7 +126,7 @@ class PeerLayer(RequestLayer):
             self._num_parked += 1
             transfer.parked_for = message.request_id
             self._parked.setdefault(message.request_id, {})[key] = transfer
-            self._timers.set((PARK, key), self._now_s + self.settings.deadlines.park_s)
+            self._set_deadline(transfer, PARK, self._deadlines.park_s)
             self._accept(event.call_ref)
             return
         transfer = self._open(key, info, event.peer, link)

@@ -34,13 +34,15 @@ NO_TAKERS: frozenset[bytes] = frozenset()
 # Timer keys: what waits, and its name.
 ADMIT = "admit"  # (ADMIT, request id)
 HOLD = "hold"  # (HOLD, request id)
-PARK = "park"  # (PARK, key)
-QUEUE = "queue"  # (QUEUE, key)
-SEND = "send"  # (SEND, key)
-DRAIN = "drain"  # (DRAIN, key)
 ACK = "ack"  # (ACK, step)
 PRESSURE = "pressure"  # (PRESSURE, 0)
-TimerKey = tuple[str, str | bytes | int]
+TimerKey = tuple[str, str | int] | bytes  # bytes: a transfer, which names its deadline
+
+# Names of a transfer's deadline.
+PARK = "park"
+QUEUE = "queue"
+SEND = "send"
+DRAIN = "drain"
 
 
 class Link:
@@ -87,6 +89,7 @@ class PTransfer:
         "code",
         "completion",
         "d_request_id",
+        "deadline_name",
         "digest",
         "end_token",
         "first_residence",
@@ -140,6 +143,7 @@ class PTransfer:
         self.repair = NO_RANKS  # ranks that refused; frozen once complete
         self.wait_steps = NO_STEPS  # unfinished steps behind the loop's own send
         self.ways: tuple[str, ...] = ()  # how it went: "step 7", "substep 7.2", "frozen"
+        self.deadline_name = ""
         self.code = Code.OK
         self.message = ""
 
@@ -291,6 +295,7 @@ class PrefillState:
         self.me = me
         self.topology = topology
         self.settings = settings or Settings()
+        self._deadlines = self.settings.deadlines
         self.model = model
         self._pairs = pairs
         self.counters = Counters()
@@ -324,7 +329,7 @@ class PrefillState:
         self._effects.append(effect)
 
     def _request_input(self, request: PRequest, given: PRequestInput) -> bool:
-        after = P_REQUEST.after(request.state, given)
+        after = P_REQUEST.next.get((request.state, given))
         if after is None:
             self.counters.add(f"ignored.p_request.{request.state.name}.{given.name}")
             return False
@@ -332,7 +337,7 @@ class PrefillState:
         return True
 
     def _transfer_input(self, transfer: PTransfer, given: PTransferInput) -> bool:
-        after = P_TRANSFER.after(transfer.state, given)
+        after = P_TRANSFER.next.get((transfer.state, given))
         if after is None:
             self.counters.add(f"ignored.p_transfer.{transfer.state.name}.{given.name}")
             return False
@@ -342,6 +347,10 @@ class PrefillState:
             self._num_queued += 1
         transfer.state = after
         return True
+
+    def _set_deadline(self, transfer: PTransfer, name: str, wait_s: float) -> None:
+        transfer.deadline_name = name
+        self._timers.set(transfer.key, self._now_s + wait_s)
 
     def _final(self, transfer: PTransfer, tokens: int, first_token: int | None = None) -> None:
         link = self._links.get(transfer.peer.instance)

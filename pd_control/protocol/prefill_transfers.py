@@ -10,7 +10,6 @@ from pd_control.protocol.events import SendDone, TransferWithdrawn
 from pd_control.protocol.p_transfer import PTransferInput, PTransferState
 from pd_control.protocol.prefill_state import (
     DRAIN,
-    PARK,
     QUEUE,
     SEND,
     PrefillState,
@@ -24,7 +23,6 @@ class TransferLayer(PrefillState):
 
     def _bind(self, transfer: PTransfer, request: PRequest) -> None:
         """The transfer's request is known. Checks that both mean the same request, then plans."""
-        self._timers.cancel((PARK, transfer.key))
         problem = self._content_problem(transfer, request)
         if problem is not None:
             self._fail(transfer, Code.BAD_REQUEST, problem)
@@ -33,7 +31,7 @@ class TransferLayer(PrefillState):
             self._transfer_input(transfer, PTransferInput.BOUND)
         transfer.request = request
         request.transfers[transfer.key] = transfer
-        self._timers.set((QUEUE, transfer.key), self._now_s + 2 * self.settings.deadlines.queue_s)
+        self._set_deadline(transfer, QUEUE, 2 * self._deadlines.queue_s)
         self._plan(transfer)
 
     @staticmethod
@@ -55,8 +53,7 @@ class TransferLayer(PrefillState):
         transfer.first_residence = transfer.first_residence or residence
         transfer.ways += (way,)
         if transfer.state is PTransferState.QUEUED:
-            self._timers.cancel((QUEUE, transfer.key))
-            self._timers.set((SEND, transfer.key), self._now_s + self.settings.deadlines.send_s)
+            self._set_deadline(transfer, SEND, self._deadlines.send_s)
             self._emit(LinkNews(transfer.peer, transfer.link_id, Started(transfer.key)))
         self._transfer_input(transfer, PTransferInput.SUBMITTED)
 
@@ -82,7 +79,7 @@ class TransferLayer(PrefillState):
         self._transfer_input(transfer, PTransferInput.ALL_SENT)
         self._final(transfer, transfer.end_token, first_token)
         self.counters.add("p_transfer.ok")
-        self._forget_timers(transfer)
+        self._timers.cancel(transfer.key)
         self._done_with(transfer)
         self._transfer_over(request, transfer)
 
@@ -93,7 +90,7 @@ class TransferLayer(PrefillState):
         transfer.code = code
         transfer.message = message
         self.counters.add(f"p_transfer.failed.{code.name}")
-        self._forget_timers(transfer)
+        self._timers.cancel(transfer.key)
         if tell:
             self._final(transfer, transfer.completion.tokens or 0)
         request = transfer.request
@@ -111,16 +108,12 @@ class TransferLayer(PrefillState):
         if request is not None:
             self._transfer_over(request, transfer)
 
-    def _forget_timers(self, transfer: PTransfer) -> None:
-        for name in (PARK, QUEUE, SEND):
-            self._timers.cancel((name, transfer.key))
-
     def _cancel(self, transfer: PTransfer, rank: int) -> None:
         incarnation = self._workers.get(rank)
         if incarnation is None:
             transfer.drop_reader(rank)
             return
-        self._timers.set((DRAIN, transfer.key), self._now_s + self.settings.deadlines.grant_s)
+        self._set_deadline(transfer, DRAIN, self._deadlines.grant_s)
         item = CancelSend(transfer.key, transfer.code)
         self._emit(WorkerNews(rank, incarnation, item))
 
@@ -131,7 +124,7 @@ class TransferLayer(PrefillState):
             or transfer.withdrawing
         ):
             return
-        self._timers.cancel((DRAIN, transfer.key))
+        self._timers.cancel(transfer.key)
         self._transfer_input(transfer, PTransferInput.DRAINED)
         self._done_with(transfer)
 
@@ -220,7 +213,8 @@ class TransferLayer(PrefillState):
                 )
             )
 
-    def _on_transfer_due(self, transfer: PTransfer, name: str) -> None:
+    def _on_transfer_due(self, transfer: PTransfer) -> None:
         missing = transfer.completion.missing()
-        what = f"no send could begin ({name})" if name == QUEUE else f"missing: {missing}"
+        queued = transfer.deadline_name == QUEUE
+        what = "no send could begin" if queued else f"SEND_DONE is missing: {missing}"
         self._fail(transfer, Code.TIMEOUT, what)

@@ -16,17 +16,21 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 from pd_control.protocol.p_request import PRequestState
-from pd_control.protocol.prefill_state import ADMIT, DRAIN, HOLD, PARK, QUEUE, SEND, TimerKey
+from pd_control.protocol.prefill_state import ADMIT, HOLD
 
 if TYPE_CHECKING:
     from pd_control.protocol.prefill_state import PrefillState, PRequest, PTransfer
 
 
-def _deadline(core: PrefillState, now_s: float, *keys: TimerKey) -> dict[str, Any] | None:
-    for key in keys:
-        at = core._timers.get(key)
-        if at is not None:
-            return {"name": key[0], "in_s": round(at - now_s, 3)}
+def _named(name: str, at_s: float | None, now_s: float) -> dict[str, Any] | None:
+    return None if at_s is None else {"name": name, "in_s": round(at_s - now_s, 3)}
+
+
+def _deadline(core: PrefillState, request: PRequest, now_s: float) -> dict[str, Any] | None:
+    for name in (HOLD, ADMIT):
+        at_s = core._timers.get((name, request.request_id))
+        if at_s is not None:
+            return _named(name, at_s, now_s)
     return None
 
 
@@ -47,7 +51,7 @@ def transfer_view(core: PrefillState, transfer: PTransfer, now_s: float) -> dict
         "tentative": sorted(transfer.tentative),
         "refused": sorted(transfer.repair),
         "missing": [list(member) for member in transfer.completion.missing()],
-        "deadline": _deadline(core, now_s, (PARK, key), (QUEUE, key), (SEND, key), (DRAIN, key)),
+        "deadline": _named(transfer.deadline_name, core._timers.get(key), now_s),
     }
 
 
@@ -70,7 +74,7 @@ def request_view(core: PrefillState, request: PRequest, now_s: float) -> dict[st
         "leases": [*leases, *request.last_leases],
         "why_held": _why_held(request),
         "takers": [len(request.takers), request.num_takers],
-        "deadline": _deadline(core, now_s, (HOLD, request.request_id), (ADMIT, request.request_id)),
+        "deadline": _deadline(core, request, now_s),
         "transfers": [transfer_view(core, t, now_s) for t in request.transfers.values()],
     }
 

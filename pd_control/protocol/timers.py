@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+_push = heapq.heappush
+
 _SLACK = 64  # stale heap entries tolerated besides as many again as there are live timers
 
 
@@ -18,16 +20,17 @@ class Timers(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
-        self._live: dict[K, tuple[float, int]] = {}
+        self._live: dict[K, tuple[float, int, K]] = {}  # the heap's own entries
         self._serial = 0
 
     def set(self, key: K, deadline_s: float) -> None:
         """Set or move the key's deadline."""
         self._serial += 1
-        self._live[key] = (deadline_s, self._serial)
-        heapq.heappush(self._heap, (deadline_s, self._serial, key))
-        if len(self._heap) > 2 * len(self._live) + _SLACK:
-            self._heap = [(at, n, k) for k, (at, n) in self._live.items()]
+        live = self._live
+        entry = live[key] = (deadline_s, self._serial, key)
+        _push(self._heap, entry)
+        if len(self._heap) > 2 * len(live) + _SLACK:
+            self._heap = list(live.values())
             heapq.heapify(self._heap)
 
     def cancel(self, key: K) -> None:
@@ -42,9 +45,9 @@ class Timers(Generic[K]):
         """The earliest deadline."""
         heap = self._heap
         while heap:
-            at, serial, key = heap[0]
-            if self._live.get(key) == (at, serial):
-                return at
+            entry = heap[0]
+            if self._live.get(entry[2]) is entry:
+                return entry[0]
             heapq.heappop(heap)
         return None
 

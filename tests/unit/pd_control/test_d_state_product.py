@@ -66,7 +66,7 @@ def _blocks_again(pair: Pair) -> None:
 
 
 def _tick(pair: Pair) -> None:
-    at = pair.d._timers.get(("request", "r"))
+    at = pair.d._timers.get("r")
     assert at is not None, "nothing waits without a deadline"
     pair.now_s = at
     pair.to_d(ev.Tick())
