@@ -11,9 +11,10 @@ sides, so a partial prefix hit cannot misalign them. Token ranges are half open.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from pd_control._values import dataclass
 from pd_control.ids import TransferId
 
 BlockIds = tuple[tuple[int, ...], ...]

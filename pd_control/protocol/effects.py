@@ -6,9 +6,9 @@ of `CoreCommand`), or the process (`Fatal`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from pd_control._values import dataclass
 from pd_control.codes import Code
 from pd_control.ids import Content, PeerId
 from pd_control.messages import (

@@ -7,9 +7,9 @@ of *this* instance unless the name says otherwise, `code` is a `Code`, token ran
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Any
 
+from pd_control._values import dataclass
 from pd_control.codes import Code
 from pd_control.ids import Content, PeerId
 from pd_control.messages import (

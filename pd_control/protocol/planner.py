@@ -140,7 +140,8 @@ class StepPlanner:
         self._written.pop(step, None)
 
     def preempt(self, request_id: str) -> RequestPreempted | None:
-        """The engine takes the request's blocks back (None: not tracked; nothing to post)."""
+        """The engine takes the request's blocks back (None: not tracked; nothing to post). To be
+        told of every request that was in a step: its next blocks begin at token 0 again."""
         running = self._running.get(request_id)
         if running is None:
             return None
@@ -157,7 +158,8 @@ class StepPlanner:
     def finish_request(
         self, request_id: str, code: Code = Code.OK, first_token: int | None = None
     ) -> RequestFinished | None:
-        """The engine is done with the request (None: not tracked). Our leases stay."""
+        """The engine is done with the request (None: not tracked). Our leases stay. To be told of
+        every request that was in a step, ours or not, or its record stays for ever."""
         running = self._running.get(request_id)
         if running is None:
             return None
@@ -168,6 +170,14 @@ class StepPlanner:
             raise EngineContractError(f"request {request_id!r} finished twice")
         running.finished = True
         return RequestFinished(request_id, code, first_token)
+
+    def stopped(self, request_id: str) -> RequestFinished | None:
+        """The engine was told to stop the request (`AbortRequest`) and has. None if it was done with
+        it before. It need not report the end by `finish_request` then, and must not."""
+        running = self._running.get(request_id)
+        if running is None or running.finished:
+            return None
+        return self.finish_request(request_id, Code.ABORTED)
 
     def want_blocks(self, num_blocks: int) -> BlocksWanted | None:
         """After a scheduling pass: its requests still wait for so many blocks. Returns what to post.
@@ -330,6 +340,11 @@ class StepPlanner:
         for group, blocks in enumerate(running.block_ids):
             size = self._block_size(group)
             groups[group].update(blocks[first // size : -(-end // size)])
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end or release is still to come, those of the engine's own included."""
+        return len(self._running)
 
     def is_idle(self) -> bool:
         """No lease, no offer, no tracked request."""
