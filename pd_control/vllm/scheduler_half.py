@@ -245,9 +245,10 @@ class SchedulerHalf:
             return  # another sample of the same prompt: the first one's KV is the one held
         try:
             self.prefill.add(params.reference, self._content(request), params.num_takers)
-        except (ValueError, EngineContractError) as error:  # a transfer_id that is in use
-            log.warning("request %s: %s", request.request_id, error)
-            del self._references[request.request_id]
+        except (ValueError, EngineContractError):
+            # Held already: another sample has finished, or another request took the same transfer_id.
+            # The answer names what is held; its digest tells D whether that is what it wants.
+            log.info("request %s: %r is held already", request.request_id, params.reference)
             return
         self._first_of[params.reference] = request.request_id
 

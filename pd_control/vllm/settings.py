@@ -48,13 +48,18 @@ def check_supported(vllm_config: Any) -> None:
 
 
 def make_config(
-    engine_id: str, kv_role: str, extra: Mapping[str, Any], on_load_failure: str
+    engine_id: str,
+    kv_role: str,
+    extra: Mapping[str, Any],
+    on_load_failure: str,
+    *,
+    data_parallel_index: int = 0,
 ) -> Config:
     """Our configuration from ``kv_connector_extra_config``.
 
     ``pd_control`` holds our sections as they would stand in a TOML file; ``control_port`` and
-    ``control_host`` are short for the address on which P listens (D's may be any). The environment counts
-    as always.
+    ``control_host`` are short for the address on which P listens (D's may be any); the engines of a
+    data-parallel group listen on consecutive ports. The environment counts as always.
 
     Raises:
         ConfigError, UnsupportedError: with the name of the setting.
@@ -70,7 +75,9 @@ def make_config(
     sections: dict[str, Any] = dict(extra.get("pd_control", {}))
     network = dict(sections.pop("network", {}))
     if "control_port" in extra or "control_host" in extra:
-        host, port = extra.get("control_host", "127.0.0.1"), int(extra.get("control_port", 0))
+        host, port = str(extra.get("control_host", "127.0.0.1")), int(extra.get("control_port", 0))
+        host = f"[{host}]" if ":" in host else host
+        port += data_parallel_index if port else 0
         network.setdefault("listen", f"tcp://{host}:{port}")
     policy = dict(sections.pop("policy", {}))
     policy.setdefault("on_load_failure", on_load_failure)

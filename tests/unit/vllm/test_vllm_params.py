@@ -110,6 +110,14 @@ def test_the_configuration_comes_from_the_extra_config() -> None:
     assert config.policy.on_load_failure == "fail"
 
 
+def test_engines_of_a_data_parallel_group_listen_side_by_side() -> None:
+    extra = {"control_port": 5600}
+    config = make_config("e", "kv_producer", extra, "fail", data_parallel_index=2)
+    assert config.network.listen == "tcp://127.0.0.1:5602"
+    config = make_config("e", "kv_producer", {"control_host": "::1"}, "fail", data_parallel_index=2)
+    assert config.network.listen == "tcp://[::1]:0"
+
+
 @pytest.mark.parametrize(
     ("role", "extra", "named"),
     [

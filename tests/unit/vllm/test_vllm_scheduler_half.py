@@ -298,14 +298,17 @@ def test_requests_that_got_no_blocks_press_on_old_holds() -> None:
     assert rig.of(ev.BlocksWanted)[-1].num_blocks == 0
 
 
-def test_a_transfer_id_that_is_in_use_makes_an_ordinary_request() -> None:
+def test_a_sample_that_comes_when_the_first_has_finished_names_the_same_hold() -> None:
     rig = Rig()
-    first = request("a", do_remote_decode=True, transfer_id="t")
-    rig.arrive(first)
-    rig.half.finished(first, succeeded=True)
-    second = request("b", do_remote_decode=True, transfer_id="t")
-    rig.arrive(second)
-    assert rig.half.finished(second, succeeded=True) is None
+    for request_id in ("0_r", "1_r"):
+        asked = request(request_id, do_remote_decode=True)
+        rig.arrive(asked)
+        rig.step(new=[scheduled(request_id, (1, 2))], counts={request_id: 8})
+        said = rig.half.finished(asked, succeeded=True)
+        assert said is not None
+        assert said["remote_request_id"] == "r"
+    assert len(rig.of(ev.RequestAdded)) == 1
+    assert rig.pool.held() == {1, 2}
 
 
 def test_single_request_mode_is_refused_by_name() -> None:

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,15 +38,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, num_layers: int = 4, head_dim: int = 32) -> Path:
     """A Llama whose output depends on the whole context; its head size is one that vLLM knows."""
     from pd_control.reference.checkpoint import random_weights, save_folder
     from pd_control.reference.spec import ModelSpec
 
     if not (folder / "config.json").exists():
         spec = ModelSpec(
-            num_layers=4, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, intermediate=256,
-            vocab=VOCAB, context_tokens=8192, tied_embeddings=False, name="tiny",
+            num_layers=num_layers, hidden=4 * head_dim, num_heads=4, num_kv_heads=2,
+            head_dim=head_dim, intermediate=256, vocab=VOCAB, context_tokens=8192,
+            tied_embeddings=False, name="tiny",
         )  # fmt: skip
         save_folder(spec, random_weights(spec, seed=7), folder)
     return folder
@@ -87,6 +89,7 @@ class VllmServer:
         cpu: int | None = None,
         env: dict[str, str] | None = None,
         connector: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
         max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self.port, self.log, self.control_port = free_port(), log, control_port
@@ -103,15 +106,15 @@ class VllmServer:
             extra: dict[str, Any] = {"pd_control": settings or {}}
             if control_port:
                 extra["control_port"] = control_port
-            transfer = {
+            connector = {
                 "kv_connector": "PDControlConnector",
                 "kv_connector_module_path": "pd_control.vllm.connector",
                 "kv_role": role,
                 "kv_connector_extra_config": extra,
+                **(transfer or {}),
             }
             if name:
-                transfer["engine_id"] = name
-            connector = transfer
+                connector["engine_id"] = name
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         command += args
@@ -219,6 +222,10 @@ class VllmServer:
             return Answer(status, _join_stream(text), seconds)
         return Answer(status, json.loads(text), seconds)
 
+    def waiting(self) -> int:
+        """Requests that wait for KV or blocks, as pdctl sees them on D."""
+        return len(pdctl("ps", "-e", f"{HOST}:{self.control_port}")["requests"])
+
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time used so far, per process title."""
         found: dict[str, float] = {}
@@ -273,8 +280,8 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    """Token ids that differ from those of every other seed from the first one on."""
-    return [(i * i * 31 + i * 17 + seed * 101 + 3) % VOCAB for i in range(num_tokens)]
+    """Random token ids, the same for the same seed."""
+    return random.Random(seed).choices(range(VOCAB), k=num_tokens)
 
 
 # -- the two conventions -----------------------------------------------------------------------------
@@ -318,3 +325,40 @@ def closing(servers: Sequence[VllmServer]) -> Iterator[None]:
     finally:
         for server in servers:
             server.close()
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = ANSWER_S) -> None:
+    """Waits for something that another process does; fails, naming it, if it never comes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.05)
+
+
+def pdctl(*args: str) -> Any:
+    """What ``pdctl ARGS --json`` prints."""
+    command = [sys.executable, "-m", "pd_control.cli", *args, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    assert done.stdout, f"{command}: exit {done.returncode}: {done.stderr}"
+    return json.loads(done.stdout)
+
+
+def pinned(server: VllmServer) -> dict[str, int]:
+    """Blocks that the control plane of this server pins: side → how many."""
+    (found,) = pdctl("blocks", "-e", f"{HOST}:{server.control_port}")
+    assert not found["error"], found
+    return {side: sum(s["pinned_blocks"].values()) for side, s in found["sides"].items()}
+
+
+def leave(server: VllmServer, tokens: Sequence[int], params: dict[str, Any]) -> socket.socket:
+    """A client that asks and does not wait: close the socket to leave."""
+    body = json.dumps(
+        {"model": "m", "prompt": list(tokens), "max_tokens": 8, "kv_transfer_params": params}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    sock = socket.create_connection((HOST, server.port))
+    sock.sendall(head.encode() + body)
+    return sock
