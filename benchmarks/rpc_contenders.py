@@ -5,7 +5,8 @@ server unpacks it, packs a short answer, and the client unpacks that. The *floor
 asyncio streams: no deadline, no identity, no limits, no errors, no checks of what was unpacked.
 ``floor_bytes`` does not even pack: both messages are the same bytes every time. All run on uvloop.
 
-simple_rpc serves with a plain function, as the embedding guide recommends for a handler that decides at
+The messages of simple_rpc are dataclasses that are not frozen (a frozen one costs about 0.1 us per field
+whenever one is made). It serves with a plain function, as the embedding guide recommends for a handler that decides at
 once; ``rpc_tcp_coroutine`` has the same handler as a coroutine function, which costs a task per call.
 """
 
@@ -28,7 +29,7 @@ ANSWER = [1, ""]
 PREFIX = struct.Struct("<4sI")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillRequest:
     request_id: str
     block_ids: list[int]
@@ -36,7 +37,7 @@ class PrefillRequest:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Accepted:
     code: int
     detail: str = ""

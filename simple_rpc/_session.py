@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ._connection import Connection
 from ._entries import CallContext, Entry, RawEntry, TypedEntry
@@ -21,7 +21,7 @@ from ._errors import (
     PeerProtocolError,
     RpcError,
 )
-from ._frames import FAIL, LINK, OKAY
+from ._frames import FAIL, OKAY
 from ._streams import close_streams, open_streams
 from .handoff import DetachedSocket
 from .hello import ServerHandshake
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .server import PeerCalls, Server
 
 log = logging.getLogger(__name__)
+_OK = int(Code.OK)  # an enum's member is a slow attribute in Python 3.11
 
 
 class Session:
@@ -113,15 +114,14 @@ class Session:
     def on_frame(self, head: int, body: bytes | None) -> None:
         if self._handshake is not None:
             self._shake(self._handshake, head, body or b"")
-        elif head == LINK:
-            self._open_channel(body or b"")
+            return
+        entry = self._server.entries.get(head)
+        if entry is None:
+            self._open_channel(body or b"")  # LINK: the decoder lets no other head through
+        elif body is None:
+            self._call_raw(entry)
         else:
-            entry = self._server.entries[head]
-            if body is None:
-                self._call_raw(entry)
-            else:
-                assert isinstance(entry, TypedEntry)
-                self._call_typed(entry, body)
+            self._call_typed(cast("TypedEntry", entry), body)
 
     def on_violation(self, error: PeerProtocolError) -> None:
         self._refuse(error)
@@ -288,7 +288,7 @@ class Session:
                 if len(body) <= server.limits.max_body_bytes:
                     self.connection.write_frame(OKAY, body)
                     now_s = self._active_s = server.now()
-                    server.metrics.call("server", entry.name, Code.OK, now_s - self._call_start_s)
+                    server.metrics.call("server", entry.name, _OK, now_s - self._call_start_s)
                     if entry.is_coroutine or self._is_draining:
                         self._ready(now_s)
                     return

@@ -38,6 +38,10 @@ Resp = TypeVar("Resp")
 _Waiter = asyncio.Future["ClientConnection | None"]  # None: there is room, open one yourself
 _PeerPool = PeerPool[ClientConnection, _Waiter]
 
+_OK, _ABORTED = (
+    int(Code.OK),
+    int(Code.ABORTED),
+)  # an enum's member is a slow attribute in Python 3.11
 MAX_TIMEOUT_S = 86_400.0  # what "never" means on the wire; the server's own bound is far lower
 MAX_TIMEOUT_MS = int(MAX_TIMEOUT_S * 1000)
 
@@ -83,6 +87,8 @@ class Client:
         self._dedicated: set[ClientConnection] = set()
         self._pack = new_pack()
         self._now = self._clock.now
+        self._pool_idle_s = self.limits.pool_idle_s
+        self._max_body_bytes = self.limits.max_body_bytes
         self._is_closed = False
         self._num_calls = 0
         self._all_done: asyncio.Future[None] | None = None
@@ -111,19 +117,20 @@ class Client:
         """
         now = self._now
         start_s = end_s = now()
-        code = Code.ABORTED
+        code = _ABORTED
         self._num_calls += 1
         try:
-            self._check_open()
+            if self._is_closed:
+                self._check_open()
             if deadline.at_s <= start_s:
                 raise DeadlineError(message="deadline passed", phase=Phase.POOL, peer=str(address))
             if isinstance(address, str):
                 address = Address.parse(address)
             pool = self._pools.find(address) or self._add_pool(address)
-            connection = pool.take_idle()
-            is_reused = connection is not None
-            if connection is None:
-                connection = await self._obtain(pool, address, deadline)
+            is_reused = bool(pool.idle)
+            connection = (
+                pool.idle.pop() if is_reused else await self._obtain(pool, address, deadline)
+            )
             if expect_incarnation is not None and connection.peer.incarnation != expect_incarnation:
                 connection = await self._expected(
                     pool, connection, deadline, expect_incarnation, is_reused
@@ -137,8 +144,8 @@ class Client:
                         )
                     timeout_ms = int(left_s * 1000.0) if left_s < MAX_TIMEOUT_S else MAX_TIMEOUT_MS
                     packed = method.pack_request(self._pack, timeout_ms, request)
-                    if len(packed) > self.limits.max_body_bytes:
-                        raise _too_large(method, packed, self.limits.max_body_bytes)
+                    if len(packed) > self._max_body_bytes:
+                        raise _too_large(method, packed, self._max_body_bytes)
                     head, body = await connection.send(method.head, packed, deadline.at_s)
                     break
                 except ConnectionLostError:
@@ -154,22 +161,24 @@ class Client:
             end_s = now()
             if pool.waiters or self._is_closed or not connection.is_open:
                 self._release(pool, connection)
-            else:
-                pool.release(connection)
-                connection.connection.wait_until(end_s + self.limits.pool_idle_s)
+            else:  # the same in the usual case
+                pool.idle.append(connection)
+                connection.connection.wait_due_s = idle_until_s = end_s + self._pool_idle_s
+                if idle_until_s < self._watchdog.armed_at_s:
+                    self._watchdog.expect(idle_until_s)
             if head != OKAY:
                 raise _refusal(method, body, connection)
             try:
                 response = method.unpack_response(body)
             except InvalidMessageError as error:
                 raise _bad_answer(method, error, connection) from None
-            code = Code.OK
+            code = _OK
             return response
         except RpcError as error:
             code = error.code
             raise
         finally:
-            if code is not Code.OK:
+            if code is not _OK:
                 end_s = now()
             self.metrics.call("client", method.name, code, end_s - start_s)
             self._num_calls -= 1
