@@ -331,6 +331,12 @@ class Limits:
     max_substeps_per_step: int = setting(
         1024, low=1, high=1_000_000, doc="P: substeps of one step; beyond it, wait for its end."
     )
+    max_calls_per_peer: int = setting(
+        128,
+        low=1,
+        high=1024,
+        doc="D: calls in flight to one P; beyond it, requests wait for their turn (`queue_s`).",
+    )
 
     def __post_init__(self) -> None:
         check(self, "limits")

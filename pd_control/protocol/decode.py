@@ -148,7 +148,7 @@ class DecodeCore(TryLayer):
         request = self._calls.pop(event.call_id)
         if request is None:
             return
-        request.call_id = 0
+        self._call_ended(request)
         if event.code in (Code.OK, Code.ACCEPTED) and request.peer is not None:
             request.peer.queue_depth = event.queue_depth
         if event.code is Code.ACCEPTED:
@@ -289,6 +289,8 @@ class DecodeCore(TryLayer):
         elif request.state is _S.GRANTING:
             self._declare_fatal(request, request.unacked, "open")
             self._fail(request, Code.INTERNAL, f"a worker is stuck: {waits}", retry=False)
+        elif request.state is _S.REQUESTING and not request.called:
+            self._fail(request, Code.BUSY, f"P is busy with other calls of ours: {waits}")
         elif request.state is _S.REQUESTING:
             self._fail(request, Code.TIMEOUT, f"no answer from P: {waits}")
         elif request.state is _S.QUEUED:  # P may be full of what waits for our blocks: give back

@@ -91,10 +91,36 @@ class TryLayer(LinkLayer):
             self._emit(WorkerNews(rank, self._workers[rank].incarnation, grant))
 
     def _granted(self, request: DRequest) -> None:
-        """Every rank may be written to: now, and not before, P is told."""
+        """Every rank may be written to: now, and not before, P is told.
+
+        A call's deadline is short, so a burst must not spend it in a queue before the wire: what
+        is more than a P is asked at one time waits here, as long as it may wait at P (F17).
+        """
         peer = request.peer
         if peer is None or not self._input(request, DRequestInput.GRANTED):
             return
+        if peer.num_calls >= self.settings.limits.max_calls_per_peer:
+            self.counters.add("d_request.call_waits")
+            peer.unsent[request.request_id] = None
+            self._set_deadline(request, "turn to call", self._now_s + self._deadlines.queue_s)
+        else:
+            self._call(request, peer)
+
+    def _call_ended(self, request: DRequest) -> None:
+        request.call_id = 0
+        if request.peer is not None:
+            request.peer.num_calls -= 1
+            self._next_calls(request.peer)
+
+    def _next_calls(self, peer: Peer) -> None:
+        """A call has ended: the oldest that waits takes its place."""
+        most = self.settings.limits.max_calls_per_peer
+        while peer.unsent and peer.num_calls < most and peer.link is LinkState.UP:
+            request_id = next(iter(peer.unsent))
+            del peer.unsent[request_id]
+            self._call(self._requests[request_id], peer)
+
+    def _call(self, request: DRequest, peer: Peer) -> None:
         assert request.peer_id is not None
         info = self._info(request)
         message: Prefill | TransferKv
@@ -107,6 +133,7 @@ class TryLayer(LinkLayer):
             message = Prefill(request.link_id, info, token_ids, content.identity, payload)
         request.call_id = self._call_id()
         request.called = True
+        peer.num_calls += 1
         self._calls[request.call_id] = request
         deadline = self._now_s + self._deadlines.connect_s
         self._set_deadline(request, "call", deadline)
@@ -251,15 +278,16 @@ class TryLayer(LinkLayer):
 
     def _leave_peer(self, request: DRequest) -> None:
         """This try waits for its peer no more."""
-        if request.call_id:
-            self._calls.pop(request.call_id, None)
-            request.call_id = 0
         peer = request.peer
         if peer is not None:
             peer.waiting.pop(request.request_id, None)
             peer.users.pop(request.request_id, None)
-            if request.outcome is not Outcome.RETRY:
-                self._unhold(request)
+            peer.unsent.pop(request.request_id, None)
+        if request.call_id:
+            self._calls.pop(request.call_id, None)
+            self._call_ended(request)
+        if peer is not None and request.outcome is not Outcome.RETRY:
+            self._unhold(request)
 
     def _check_closed(self, request: DRequest) -> None:
         if request.grants or request.state is not DRequestState.CLOSING:

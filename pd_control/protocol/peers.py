@@ -18,7 +18,7 @@ class LinkState(enum.Enum):
 
 
 class Peer:
-    """One P instance as D sees it. `waiting` and `users` are ordered sets of request ids."""
+    """One P instance as D sees it. `waiting`, `users` and `unsent` are ordered sets of request ids."""
 
     __slots__ = (
         "address",
@@ -32,10 +32,12 @@ class Peer:
         "link_id",
         "members",
         "members_with_final",
+        "num_calls",
         "own_ranks",
         "peer_id",
         "queue_depth",
         "sources",
+        "unsent",
         "users",
         "waiting",
     )
@@ -54,6 +56,8 @@ class Peer:
         self.own_ranks = NO_RANKS  # those that receive; shared by all requests
         self.waiting: dict[str, None] = {}  # need the link: LINKING
         self.users: dict[str, None] = {}  # depend on the link: GRANTING to LOADING
+        self.num_calls = 0  # of `users`: PREFILL or TRANSFER_KV sent and not answered
+        self.unsent: dict[str, None] = {}  # of `users`: may call when others have been answered
         self.held: dict[
             str, int
         ] = {}  # P's request ids whose holds we renew, and for how many of ours

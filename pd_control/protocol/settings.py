@@ -47,6 +47,7 @@ class Limits:
     max_parked: int = 65_536  # P
     max_tombstones: int = 65_536  # P, and marks
     max_substeps_per_step: int = 1024  # P: beyond it, wait for the end of the step
+    max_calls_per_peer: int = 128  # D: calls in flight to one P; more wait for their turn
 
 
 @dataclass(frozen=True, slots=True)
