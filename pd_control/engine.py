@@ -187,7 +187,8 @@ class PrefillDriver(Protocol):
         ...
 
     def preempted(self, request_id: str) -> None:
-        """The engine takes the request's blocks back and will compute it again."""
+        """The engine takes the request's blocks back and will compute it again. To be called for
+        every request that was in a step, the driver's or not."""
         ...
 
     def finished(
@@ -195,7 +196,8 @@ class PrefillDriver(Protocol):
     ) -> None:
         """The engine is done with the request; call it before dropping its own references. OK: its
         prompt is computed and stays held for its takers. Another code: it failed, or its own client
-        aborted it. Untracked ids are ignored."""
+        aborted it. To be called for every request that was in a step, the driver's or not (what the
+        driver keeps of those goes with it); other ids are ignored."""
         ...
 
     def blocks_wanted(self, num_blocks: int) -> None:

@@ -63,7 +63,6 @@ class ControlPort:
         self._wake, self._fatal = wake, fatal
         self.prefill: PrefillDriver | None = None
         self.decode: DecodeDriver | None = None
-        self._tracked: set[str] = set()  # on P's driver
         self._remote: set[str] = set()  # on D's driver, until it has said how that ended
         self._unplaced: deque[Sequence] = deque()  # on D, waiting for blocks
         scheduler.before_finish = self._before_finish
@@ -100,7 +99,6 @@ class ControlPort:
                 raise ControlError(f"num_takers: expected 1 to 64, got {takers!r}")
             self._scheduler.add(sequence)
             self.prefill.add(sequence.request_id, self._content(sequence), takers)
-            self._tracked.add(sequence.request_id)
         else:
             self._scheduler.add(sequence)
 
@@ -150,17 +148,17 @@ class ControlPort:
     # -- what the scheduler tells ------------------------------------------------------------------
 
     def _before_finish(self, sequence: Sequence, reason: str) -> None:
-        if sequence.request_id in self._tracked and self.prefill is not None:
-            self._tracked.discard(sequence.request_id)
-            if reason in ("stop", "length"):
-                first = sequence.token_ids[sequence.num_prompt]
-                self.prefill.finished(sequence.request_id, Code.OK, first)
-            else:
-                code = Code.ABORTED if reason == "abort" else Code.INTERNAL
-                self.prefill.finished(sequence.request_id, code)
+        if self.prefill is None:
+            return
+        if reason in ("stop", "length"):
+            first = sequence.token_ids[sequence.num_prompt]
+            self.prefill.finished(sequence.request_id, Code.OK, first)
+        else:
+            code = Code.ABORTED if reason == "abort" else Code.INTERNAL
+            self.prefill.finished(sequence.request_id, code)
 
     def _before_preempt(self, sequence: Sequence) -> None:
-        if sequence.request_id in self._tracked and self.prefill is not None:
+        if self.prefill is not None:
             self.prefill.preempted(sequence.request_id)
 
     # -- pd_control.engine.Engine -------------------------------------------------------------------
@@ -215,11 +213,9 @@ class ControlPort:
             self._scheduler.add(sequence)
         except ValueError as error:
             return Refusal(Code.BAD_REQUEST, str(error))
-        self._tracked.add(request_id)
         return None
 
     def abort_request(self, request_id: str, code: Code, message: str) -> None:
-        self._tracked.discard(request_id)
         sequence = self._scheduler.finish(request_id, "abort")
         if sequence is not None:
             self._tell(sequence, [], "abort", f"{code.name}: {message}")

@@ -232,6 +232,7 @@ class PrefillSide(_Side):
                 self._post(ev.RequestRefused(command.request_id, refusal.code, refusal.message))
         elif isinstance(command, fx.AbortRequest):
             self._engine.abort_request(command.request_id, command.code, command.message)
+            self._post_if(self.planner.stopped(command.request_id))
         elif isinstance(command, fx.VoidRankKv):
             self._engine.void_rank(command.rank)
         else:

@@ -66,7 +66,6 @@ class FakeRequest:
     remote: DecodeRequest | None = None  # D: KV comes from elsewhere
     is_prefill_half: bool = False  # P: the prompt and one token, then handed over
     num_takers: int = 1
-    is_tracked: bool = False  # by P's driver
     on_token: Callable[[int], None] | None = None
     state: State = State.WAITING
     states: list[int] = field(default_factory=list)  # chain of `tokens`
@@ -273,7 +272,7 @@ class Batching:
 
     def _preempt(self, request: FakeRequest) -> None:
         del self._running[request.request_id]
-        if request.is_tracked and self._prefill is not None:
+        if self._prefill is not None:
             self._prefill.preempted(request.request_id)
         self.pool.release(request.blocks)
         request.blocks = []
@@ -347,7 +346,7 @@ class Batching:
         if request.on_token is not None:
             request.on_token(token)
         if len(request.tokens) - request.num_prompt >= request.max_new_tokens:
-            if request.is_tracked and self._prefill is not None:
+            if self._prefill is not None:
                 self._prefill.finished(request.request_id, Code.OK, token)
             self._end(request)
         elif len(request.tokens) // self.spec.geometry.block_size_tokens > len(request.hashes):

@@ -206,7 +206,6 @@ class FakeEngine(Batching):
             salt=salt if isinstance(salt, str) else "",
             future=concurrent.futures.Future(),
             is_prefill_half=True,
-            is_tracked=True,
         )
         refusal = self._refuse(request)
         if refusal is None:
@@ -322,7 +321,6 @@ class FakeEngine(Batching):
         if request.remote is not None and self._decode is not None:
             self._decode.add(request.remote)
         if request.is_prefill_half and self._prefill is not None:
-            request.is_tracked = True
             self._prefill.add(
                 request.request_id,
                 self.content_of(request.tokens, request.salt),
@@ -340,7 +338,7 @@ class FakeEngine(Batching):
             return
         if request.remote is not None and self._decode is not None:
             self._decode.abort(request_id, "aborted by its client")
-        if request.is_tracked and self._prefill is not None:
+        if self._prefill is not None:
             self._prefill.finished(request_id, Code.ABORTED)
         self._end(request, EngineError("ABORTED", "aborted by its client"))
 

@@ -59,6 +59,7 @@ class SimPrefill(SimInstance):
     def make_core(self) -> None:
         self.core = PrefillCore(self.me, self.topology, self.world.settings)
         self.planner = StepPlanner(PoolRefs(self), self.world.scenario.block_size)
+        self.stopping = ""
         self.outputs_at_end = self.rng.random() < 0.5  # all ranks' reports at once, as vLLM does
 
     # -- router and peers (loop thread, except add) --------------------------------------------
@@ -174,7 +175,13 @@ class SimPrefill(SimInstance):
                     delay_s = self.rng.random() * 3 * self.spec.step_s
                     self.process.after(delay_s, self.to_core, self._give_up, command.request_id)
         elif isinstance(command, AbortRequest):
+            # Told by the driver to stop: its end is not reported to the planner as an end of its own.
+            self.stopping = command.request_id
             self.engine.abort(command.request_id, "aborted by the driver")
+            self.stopping = ""
+            ended = self.planner.stopped(command.request_id)
+            if ended is not None:
+                self.post(ended)
             self.wake()
         elif isinstance(command, VoidRankKv):
             self._core_lost(command.rank, command.incarnation)
@@ -233,7 +240,8 @@ class SimPrefill(SimInstance):
         if reason == "finished":
             code = Code.OK
             token = request.content.next_token(request.content.num_prompt_tokens)
-        event = self.planner.finish_request(request.request_id, code, token)
-        if event is not None:
-            self.post(event)
+        if request.request_id != self.stopping:
+            event = self.planner.finish_request(request.request_id, code, token)
+            if event is not None:
+                self.post(event)
         self.world.prefill_ended(self, request.request_id, reason)

@@ -112,6 +112,7 @@ class World:
                 max_requests=rng.choice((2, 5, 12)),
                 max_parked=rng.choice((1, 3)),
                 max_substeps_per_step=rng.choice((0, 1, 2)),
+                max_calls_per_peer=rng.choice((1, 2, 128)),
             )
         return Settings(
             deadlines=deadlines,
@@ -492,7 +493,9 @@ class World:
         if isinstance(instance, SimDecode) and len(instance.leases):
             left = list(instance.leases)
             fail(f"leases left: {left}", *(self.root_of(x.request_id) for x in left))
-        if isinstance(instance, SimPrefill) and not instance.planner.is_idle():
+        if isinstance(instance, SimPrefill) and (
+            not instance.planner.is_idle() or instance.planner.num_requests
+        ):
             left = list(instance.planner.leases)
             fail(f"planner is not idle, leases {left}", *(self.root_of(x.request_id) for x in left))
         held = instance.pool.held()
