@@ -25,6 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -221,6 +225,39 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        counted = None if self._half is None else self._half.take_stats()
+        if counted is None:
+            return None
+        from pd_control.vllm.stats import LoadStats
+
+        return LoadStats(counted)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """API process."""
+        from pd_control.vllm.stats import LoadStats
+
+        found = LoadStats(data or {})
+        if data is None:
+            found.reset()
+        return found
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """API process."""
+        from pd_control.vllm.stats import LoadMetrics
+
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         """Asked when the core is about to sleep: the last moment to take what came for it."""

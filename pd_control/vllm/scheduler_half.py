@@ -16,6 +16,7 @@ them:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 class _Waiting:
     """One D request between its arrival and the report of its end to vLLM's scheduler."""
 
-    __slots__ = ("is_allocated", "params", "request_id", "state", "why")
+    __slots__ = ("allocated_s", "is_allocated", "params", "request_id", "state", "why")
 
     def __init__(self, request_id: str, params: DecodeParams) -> None:
         self.request_id = request_id
@@ -57,6 +58,7 @@ class _Waiting:
         self.state = "wanted"
         self.why = ""
         self.is_allocated = False
+        self.allocated_s = 0.0
 
 
 class SchedulerHalf:
@@ -100,6 +102,7 @@ class SchedulerHalf:
         self._waiting: dict[str, _Waiting] = {}
         self._leader: dict[str, str] = {}  # reference → the request that loads it
         self._loaded: list[str] = []  # to report in update_connector_output
+        self._stats: dict[str, Any] | None = None
         self._failed: dict[str, str] = {}  # to report by the workers of the next step, and why
 
     # -- binding -----------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ class SchedulerHalf:
             return
         assert self.decode is not None
         wanted_end = self._wanted_end(request)
-        waiting.is_allocated = True
+        waiting.is_allocated, waiting.allocated_s = True, time.monotonic()
         if not num_external:
             # Everything wanted is here already; P is told by an empty range.
             self.decode.blocks_allocated(request.request_id, block_ids, wanted_end)
@@ -301,6 +304,18 @@ class SchedulerHalf:
             self.prefill.step_finished(
                 step, [RankReport(rank, ack, Code.OK) for rank, ack in sorted(acks.items())]
             )
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """Loads that have ended since the last call; see `pd_control.vllm.stats`."""
+        stats, self._stats = self._stats, None
+        return stats
+
+    def _count(self, code: Code) -> dict[str, Any]:
+        if self._stats is None:
+            self._stats = {"ended": {}, "tokens": 0, "seconds": []}
+        ended = self._stats["ended"]
+        ended[code.name] = ended.get(code.name, 0) + 1
+        return self._stats
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -390,6 +405,9 @@ class SchedulerHalf:
         waiting = self._ended(request_id, "loaded")
         if waiting is not None and waiting.is_allocated:
             self._loaded.append(request_id)
+            stats = self._count(Code.OK)
+            stats["tokens"] += num_tokens
+            stats["seconds"].append(time.monotonic() - waiting.allocated_s)
 
     def request_failed(self, request_id: str, code: Code, message: str) -> None:
         log.warning("request %s: its KV did not come: %s: %s", request_id, code.name, message)
@@ -397,6 +415,7 @@ class SchedulerHalf:
         if waiting is None:
             return
         waiting.why = f"{code.name}: {message}"
+        self._count(code)
         if self._leader.get(waiting.params.reference) == request_id:
             self._stop_leading(waiting)
             self._fail_followers(waiting)

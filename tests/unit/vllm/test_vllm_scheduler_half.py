@@ -120,6 +120,10 @@ def test_d_waits_for_all_but_the_last_token_and_is_reported_once() -> None:
     assert rig.half.has_news
     assert rig.half.take_loaded() == {"r"}
     assert rig.half.take_loaded() == set()
+    stats = rig.half.take_stats()
+    assert stats is not None
+    assert (stats["ended"], stats["tokens"], len(stats["seconds"])) == ({"OK": 1}, 9, 1)
+    assert rig.half.take_stats() is None
     assert rig.pool.held() == set()
     # Asked again after a preemption: the load is used up.
     assert rig.half.matched_tokens(for_d("r"), 0) == (0, False)
@@ -155,6 +159,9 @@ def test_a_failed_load_is_reported_through_the_workers_once(policy: str) -> None
     assert rig.half.has_news
     assert rig.step()[2] == ["r"]
     assert rig.step()[2] == []
+    stats = rig.half.take_stats()
+    assert stats is not None
+    assert stats["ended"] == {"PEER_LOST": 1}
     assert rig.half.take_loaded() == set()
     assert rig.half.matched_tokens(for_d("r"), 0) == (0, False)
 
