@@ -6,6 +6,8 @@ the frame was decoded; here it is counts, ranges and agreement.
 
 from __future__ import annotations
 
+from array import array
+
 from pd_control.ids import (
     DIGEST_BYTES,
     INCARNATION_BYTES,
@@ -42,9 +44,12 @@ def prefill_problem(message: Prefill, peer: PeerId) -> str | None:
         return f"expected at least {max(message.info.max_tokens, 1)} token ids, got {len(message.token_ids)}"
     if len(message.identity) != DIGEST_BYTES:
         return f"expected an identity of {DIGEST_BYTES} bytes, got {len(message.identity)}"
-    for token in message.token_ids:
-        if not 0 <= token <= MAX_BLOCK_ID:
-            return f"expected token ids of 32 bits, got {token}"
+    try:
+        array("I", message.token_ids)  # checks each at C speed
+    except (OverflowError, TypeError):
+        return (
+            f"expected token ids of 32 bits, got {min(message.token_ids)}..{max(message.token_ids)}"
+        )
     return None
 
 

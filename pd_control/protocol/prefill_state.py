@@ -162,7 +162,8 @@ class PTransfer:
 
     @property
     def has_readers(self) -> bool:
-        return bool(self.submitted or self.tentative)
+        """Whether some rank may still read, or is to (a repair that waits for its steps)."""
+        return bool(self.submitted or self.tentative or self.repair)
 
     def is_reader(self, rank: int) -> bool:
         return rank in self.submitted or rank in self.tentative

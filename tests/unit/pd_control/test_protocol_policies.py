@@ -449,3 +449,17 @@ def test_round_robin_takes_turns() -> None:
         pair.add_d_request(f"r{n}", PROMPT)
         pair.allocate(f"r{n}", 10)
     assert {peer.instance: len(peer.waiting) for peer in pair.d._peers} == {"p0": 3, "p1": 3}
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32])
+def test_token_ids_of_a_prefill_are_checked(token: int) -> None:
+    pair = make()
+    pair.add_d_request("r", PROMPT)
+    pair.allocate("r", 10)
+    pair.pump_until(fx.Call)
+    (call,) = pair.take(fx.Call)
+    assert isinstance(call.message, Prefill)
+    bad = replace(call.message, token_ids=(*call.message.token_ids[:-1], token))
+    (answer,) = pair.p.handle(ev.PrefillReceived(1, pair.d_id, bad), pair.now_s)
+    assert isinstance(answer, fx.Answer)
+    assert (answer.code, "32 bits" in answer.message) == (Code.BAD_REQUEST, True)

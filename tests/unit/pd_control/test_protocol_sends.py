@@ -432,3 +432,27 @@ def test_an_event_of_the_other_side_is_a_type_error() -> None:
         pair.p.handle(ev.PeerGone("x"), 0.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected an event of D"):
         pair.d.handle(ev.BlocksWanted(1), 0.0)  # type: ignore[arg-type]
+
+
+def test_a_repair_to_come_keeps_the_old_blocks_leased() -> None:
+    """Rank 0 refused, rank 1 is done before it has reported the step, and then comes a preemption:
+    nobody reads at that moment, and rank 0 will."""
+    pair = make(2)
+    pair.add_p_request("p-r", PROMPT)
+    old = pair.blocks_for(16)
+    pair.plan(ScheduledRequest("p-r", 0, 16, old))
+    key = want(pair)
+    pair.to_p(ev.StepFinished(1, 0, Code.OK, 0))
+    pair.sent(key, 15, ranks=[1])
+    pair.preempt_p_request("p-r")
+    pair.pump()
+    assert set(pair.p_refs.counts) == {(0, b) for b in old[0]}
+    pair.to_p(ev.StepFinished(1, 1, Code.OK, 1))
+    pair.planner.step_finished(1)
+    pair.pump()
+    assert [(rank, s.src_block_ids) for rank, s in frozen(pair)] == [(0, old)]
+    pair.sent(key, 15, ranks=[0])
+    pair.landed(key, 15)
+    pair.pump()
+    assert pair.outcomes["d-r"][0].kind == "loaded"
+    end(pair)
