@@ -128,6 +128,14 @@ class StepWorker:
     def cancel(self, key: int, code: int, detail: str) -> None:
         self.sender.cancel(key_of(key), code, detail)
 
+    def elsewhere(self, name: str, *args: Any) -> Any:
+        """The same, called from a thread that has called nothing before."""
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(getattr(self, name)(*args)))
+        thread.start()
+        thread.join()
+        return answers[0]
+
     # -- the engine's side -----------------------------------------------------------------------
 
     def start(self, step: int, records_per_layer: int = 1) -> None:
