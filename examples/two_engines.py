@@ -109,6 +109,8 @@ def where(row: TimelineRow) -> str:
 
 
 def amount(row: TimelineRow) -> str:
+    if row.stage is Stage.BOUND:
+        return ""
     unit = "blocks" if row.stage is Stage.BLOCKS_LEASED else "tokens"
     return f" ({row.value} {unit})" if row.value else ""
 
