@@ -22,7 +22,7 @@ class DRequestState(TableEnum):
     WAITING_BLOCKS = "waiting_blocks"
     LINKING = "linking"  # blocks leased; waiting for the link to P
     GRANTING = "granting"  # waiting for each rank's ack of its opened grant
-    REQUESTING = "requesting"  # PREFILL or TRANSFER_KV is on its way
+    REQUESTING = "requesting"  # PREFILL or TRANSFER_KV is on its way, or waits its turn
     QUEUED = "queued"  # accepted by P
     LOADING = "loading"  # P has started
     CLOSING = "closing"  # waiting for each rank's ack of its closed grant

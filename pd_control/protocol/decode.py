@@ -290,7 +290,8 @@ class DecodeCore(TryLayer):
             self._declare_fatal(request, request.unacked, "open")
             self._fail(request, Code.INTERNAL, f"a worker is stuck: {waits}", retry=False)
         elif request.state is _S.REQUESTING and not request.called:
-            self._fail(request, Code.BUSY, f"P is busy with other calls of ours: {waits}")
+            message = f"P is busy with other calls of ours: {waits}"
+            self._fail(request, Code.BUSY, message, retry=False)  # as for QUEUED
         elif request.state is _S.REQUESTING:
             self._fail(request, Code.TIMEOUT, f"no answer from P: {waits}")
         elif request.state is _S.QUEUED:  # P may be full of what waits for our blocks: give back

@@ -14,7 +14,7 @@ from pd_control.messages import Final, Grant, GrantOp, Renew, Started, TransferK
 from pd_control.protocol import effects as fx
 from pd_control.protocol import events as ev
 from pd_control.protocol.planner import ScheduledRequest
-from pd_control.protocol.settings import Deadlines, Settings
+from pd_control.protocol.settings import Deadlines, Limits, Settings
 from pd_control.testing.pair import Pair, content
 
 PROMPT = content(10)
@@ -135,6 +135,29 @@ def test_queue_not_started_gives_the_blocks_back_and_is_not_retried() -> None:
     assert told(pair) == [("failed", Code.TIMEOUT)]
     assert not len(pair.leases)
     pair.advance(1000)
+    pair.assert_clean()
+
+
+def test_queue_a_turn_to_call_that_does_not_come_gives_the_blocks_back() -> None:
+    settings = Settings(
+        limits=Limits(max_calls_per_peer=1),
+        on_failure=ev.OnFailure.RETRY,
+        after_retries=ev.OnFailure.FAIL,
+        deadlines=replace(Deadlines(), connect_s=100.0),
+    )
+    pair = Pair(settings=settings)
+    for name in ("first", "r"):
+        pair.add_d_request(name, PROMPT)
+        pair.allocate(name, 10)
+        while pair.outbox:
+            if not isinstance(pair.outbox[0][1], fx.Call):
+                pair.deliver(*pair.outbox.popleft())
+            else:
+                pair.outbox.popleft()  # P is slow to answer
+    wait(pair, 60)
+    assert told(pair) == [("failed", Code.BUSY)]
+    pair.to_d(ev.AbortRequested("first"))
+    pair.advance(200)
     pair.assert_clean()
 
 
