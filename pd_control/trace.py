@@ -46,7 +46,8 @@ class Stage(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One recorded stage. `at_ns` is monotonic; `value` is a count whose meaning the stage gives
-    (tokens for PLANNED, PLACED, SEND_DONE and ADMITTED, blocks for BLOCKS_LEASED, else 0).
+    (tokens for PLANNED, PLACED, SEND_DONE and ADMITTED, blocks for BLOCKS_LEASED, for BOUND the
+    microseconds until the first layer was handed to its connection, else 0).
 
     `key` is the transfer's, b"" before there is one; `request_id` is this side's, "" where only the
     key is known (workers). P and D may know a request by different ids; the key joins them.

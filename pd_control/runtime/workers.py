@@ -62,6 +62,7 @@ class Workers:
         post_prefill: Callable[[Any], None] | None,
         fail: Callable[[str, BaseException | None], None],
         grace_s: float,
+        progress_s: float,
         trace: Trace,
         changed: Callable[[], None],
     ) -> None:
@@ -72,6 +73,7 @@ class Workers:
         self._posts: Posts = tuple(p for p in (post_decode, post_prefill) if p is not None)
         self._fail = fail
         self._grace_s = grace_s
+        self._grant_options = {"progress_ms": int(progress_s * 1000)}
         self._trace = trace
         self._changed = changed
         self._pending: dict[bytes, _Worker] = {}  # registered, channel not there yet
@@ -193,7 +195,10 @@ class Workers:
         ):
             item = effect.item
             head, encode = wire.WORKER_ITEMS[type(item)]
-            worker.channel.publish(head, encode(item))
+            fields = encode(item)
+            if isinstance(item, m.Grant) and item.op == m.GrantOp.OPEN:
+                fields = (*fields[:-1], {**item.options, **self._grant_options})
+            worker.channel.publish(head, fields)
             if isinstance(item, (m.Substep, m.FrozenSends)):
                 for send in item.sends:
                     self._trace.record(
@@ -262,15 +267,20 @@ class Workers:
                 )
 
     def _record_stamps(self, item: m.SendDoneItem, fields: list[Any]) -> None:
-        """A data plane may add when its rank bound, saw ready and submitted the transfer."""
+        """A data plane may add when its rank bound, saw ready and submitted the transfer, and when it
+        handed over the first layer."""
         stamps = fields[6] if len(fields) > 6 else ()
-        if not isinstance(stamps, list) or len(stamps) != len(WORKER_STAGES):
+        if not isinstance(stamps, list) or not all(type(at_ns) is int for at_ns in stamps):
             return
-        for stage, at_ns in zip(WORKER_STAGES, stamps, strict=True):
-            if type(at_ns) is int and at_ns > 0:
-                self._trace.record(
-                    stage, key=item.key, rank=item.rank, value=item.tokens, at_ns=at_ns
-                )
+        if len(stamps) not in (len(WORKER_STAGES), len(WORKER_STAGES) + 1):
+            return
+        first_ns = stamps[len(WORKER_STAGES)] if len(stamps) > len(WORKER_STAGES) else 0
+        for stage, at_ns in zip(WORKER_STAGES, stamps, strict=False):
+            value = item.tokens
+            if stage is Stage.BOUND:
+                value = max(0, (first_ns - at_ns) // 1000) if first_ns else 0
+            if at_ns > 0:
+                self._trace.record(stage, key=item.key, rank=item.rank, value=value, at_ns=at_ns)
 
     # -- what others ask -----------------------------------------------------------------------------
 

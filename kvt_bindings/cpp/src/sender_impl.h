@@ -117,7 +117,7 @@ class Sender::Impl {
   struct LegIo {
     std::shared_ptr<SendConnection> socket;
     TransferHandle handle = 0;                 // 0: not opened
-    std::array<std::uint64_t, 3> stamps_ns{};  // see Completion
+    std::array<std::uint64_t, 4> stamps_ns{};  // see Completion
   };
   struct PlanTask {
     LegId leg = 0;

@@ -155,6 +155,7 @@ void Sender::Impl::execute(LedgerEffects& effects) {
         break;
       case Kind::kSend:
         leg->second.stamps_ns[1] = now_ns();
+        if (leg->second.stamps_ns[3] == 0) leg->second.stamps_ns[3] = leg->second.stamps_ns[1];
         leg->second.socket->send_layer(leg->second.handle, effect.layer);
         break;
       case Kind::kEnd:

@@ -33,8 +33,9 @@ struct Completion {
   Code code = Code::kOk;
   std::string detail;  // for a human; empty when OK
   // A send's life at this rank, on CLOCK_MONOTONIC, for traces: bound to its step, last layer
-  // ready, handed to its connection whole. 0: it did not get there.
-  std::array<std::uint64_t, 3> stamps_ns{};
+  // ready, handed to its connection whole; and, last, when its first layer was handed over. 0: it
+  // did not get there.
+  std::array<std::uint64_t, 4> stamps_ns{};
 };
 
 // Where completions go: into this process (CompletionQueue) or to the scheduler (NewsChannel).
