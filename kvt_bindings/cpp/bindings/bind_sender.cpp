@@ -50,7 +50,12 @@ class PythonSender {
   kvt::Incarnation scheduler(const OptionalId& named) const {
     return named ? id_from<kvt::Incarnation>(*named, "scheduler") : scheduler_;
   }
-  kvt::Incarnation starting(const OptionalId& named) { return scheduler_ = scheduler(named); }
+  void start_step(kvt::StepId step, std::uint64_t sched_tokens, std::uint32_t records_per_layer,
+                  const OptionalId& named) {
+    const auto id = scheduler(named);
+    sender_->start_step(id, step, sched_tokens, records_per_layer);
+    scheduler_ = id;
+  }
 
  private:
   const std::uint32_t rank_;
@@ -249,7 +254,7 @@ void bind_sender(nb::module_& m) {
           "start_step",
           [](PythonSender& s, kvt::StepId step, std::uint64_t sched_tokens,
              std::uint32_t records_per_layer, const OptionalId& scheduler) {
-            s.native().start_step(s.starting(scheduler), step, sched_tokens, records_per_layer);
+            s.start_step(step, sched_tokens, records_per_layer, scheduler);
           },
           "step"_a, "sched_tokens"_a = 0, nb::kw_only(), "records_per_layer"_a = 1,
           "scheduler"_a = nb::none(), "Before the forward. Steps ascend; several may be open.")

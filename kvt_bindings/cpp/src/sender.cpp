@@ -133,6 +133,7 @@ void Sender::Impl::flush_step(StepId step) {
   const std::lock_guard lock(timeline_mutex_);
   must(timeline_.flush(step, now_s(), effects));
   route(effects, true);
+  if (timeline_.num_kept() > 0) inbox_->kick();  // the clock of early substeps may run now
 }
 
 SubstepVerdict Sender::Impl::start_substep(const Incarnation& scheduler, StepId step,

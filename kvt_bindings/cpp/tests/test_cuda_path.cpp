@@ -76,7 +76,7 @@ struct Line {
           const auto [ours, theirs] = socket_pair();
           CHECK(receiver->adopt(theirs, sender_identity()).ok());
           CHECK(read_go(ours));
-          CHECK(client->adopt(request.id, ours).ok());
+          (void)client->adopt(request.id, ours);  // too late if the sender is being closed
         },
         dialling);
     SenderConfig config;

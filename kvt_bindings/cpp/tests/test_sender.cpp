@@ -318,6 +318,17 @@ TEST(early_substeps_expire_without_a_step) {
   CHECK_EQ(w.sink->reserved(), 0u);
 }
 
+TEST(the_clock_of_early_substeps_runs_from_the_last_flush) {
+  SenderConfig config;
+  config.timeline.early_s = 0.01;
+  World w(config);
+  w.sender->start_step(kScheduler, 1, 8);
+  CHECK(w.sender->start_substep(kScheduler, 2, 1, {w.send(1, 0, 16)}) == SubstepVerdict::kKept);
+  w.sender->flush_step(1);  // nothing else wakes the thread that keeps the deadlines
+  while (w.sink->reserved() > 0) std::this_thread::yield();  // a snapshot would wake it
+  CHECK_EQ(w.sender->snapshot().num_refused, 1u);
+}
+
 TEST(an_empty_range_is_answered_without_a_connection) {
   World w;
   w.sender->submit_send(kScheduler, 1, w.send(1, 16, 16));

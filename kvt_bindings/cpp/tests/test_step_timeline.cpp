@@ -77,6 +77,19 @@ TEST(the_last_record_counts) {
   CHECK(p.log[kA].sealed);
 }
 
+TEST(the_event_of_an_older_record_says_nothing) {
+  Play p(1);
+  p.submit(1, p.part(kA));
+  p.start(1);
+  p.record(1, 0);
+  p.record(1, 0);
+  REQUIRE(p.waits.size() == 2);
+  p.complete(1);
+  p.complete(0, {Code::kInternal, "of work that was done again"});
+  p.flush(1);
+  CHECK(p.log[kA].sealed);
+}
+
 TEST(a_record_after_the_bytes_went_out_fails_the_send) {
   Play p(2);
   p.submit(1, p.part(kA));
