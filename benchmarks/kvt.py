@@ -62,6 +62,7 @@ class Contender:
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     has_latency: bool = True
+    is_fragile: bool = False  # one failed transfer breaks all after it: a process for each size
     seconds: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     latency_s: list[float] = field(default_factory=list)
     latency_what: str = ""
@@ -69,6 +70,10 @@ class Contender:
 
     def run(self, pieces: list[tuple[int, int]], min_s: float, latency: int) -> None:
         """One round; results are added to those before."""
+        if self.is_fragile and len(pieces) > 1:
+            for n, one in enumerate(pieces):
+                self.run([one], min_s, latency if n == 0 else 0)
+            return
         command = [*self.command, "--pieces", json.dumps(pieces), "--min-s", str(min_s)]
         if self.has_latency:
             command += ["--latency", str(latency)]
@@ -82,9 +87,10 @@ class Contender:
             output = late.stdout or b""
             self.take(output.decode() if isinstance(output, bytes) else output)
             return
-        if done.returncode:
-            self.failures.append((done.stderr.strip() or "?").splitlines()[-1])
+        before = len(self.failures)
         self.take(done.stdout)
+        if done.returncode and len(self.failures) == before:
+            self.failures.append((done.stderr.strip() or "?").splitlines()[-1])
 
     def take(self, output: str) -> None:
         for line in output.splitlines():
@@ -97,7 +103,8 @@ class Contender:
                 continue
             key = (result["piece_bytes"], result["num_pieces"])
             if "error" in result:
-                self.failures.append(f"{key[1]} x {key[0]} B: {result['error']}")
+                failure = f"{key[1]} x {key[0]} B: {result['error']}"
+                self.failures += [failure] if failure not in self.failures else []
             elif not result["right"]:
                 self.failures.append(f"{key[1]} x {key[0]} B: wrong bytes")
             else:
@@ -137,7 +144,7 @@ def contenders(peers: Path) -> list[Contender]:
         Contender("kvt_tcp", python("", "run_kvt.py", "--transport", "tcp")),
         nixl("nixl_tcp", "tcp", "thread"),
         nixl("nixl_tcp_polled", "tcp", "polled"),
-        Contender("mooncake_tcp", python("mooncake", "run_mooncake.py"), mooncake),
+        Contender("mooncake_tcp", python("mooncake", "run_mooncake.py"), mooncake, is_fragile=True),
         Contender("cma_floor", [*floors, "cma"], has_latency=False),
         Contender("kvt_cma", python("", "run_kvt.py", "--transport", "cma")),
         nixl("nixl_sm", "tcp,sm,self", "thread"),

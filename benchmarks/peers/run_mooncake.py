@@ -67,7 +67,7 @@ def main() -> None:
             seconds = common.repeat(prepare(piece, num), options.min_s)
         except Exception as error:
             common.report_failure(piece, num, f"{type(error).__name__}: {error}")
-            continue
+            os._exit(1)  # the engine is of no use any more, and does not end by itself
         here.send((piece, num))
         common.report(piece, num, seconds, here.recv())
     if options.latency:
