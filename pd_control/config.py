@@ -152,10 +152,11 @@ class Deadlines:
         doc="P: how long GONE is answered at once for a request that was let go.",
     )
     heartbeat_s: float = setting(
-        1.0, low=0.01, high=60, unit="s", doc="Both: interval of the pushed heartbeat of a link."
-    )
-    heartbeat_misses: int = setting(
-        3, low=1, high=100, doc="Both: heartbeats missed in a row before PEER_LOST."
+        1.0,
+        low=0.01,
+        high=60,
+        unit="s",
+        doc="Both: interval of the pushed heartbeat of a link; three missed are PEER_LOST.",
     )
 
     def __post_init__(self) -> None:
@@ -306,9 +307,6 @@ class Transfer:
         ("cma", "tcp"), doc="Transports offered, best first; the first that both sides can use is."
     )
     checksum: bool = setting(False, doc="CRC32C of what was sent against what was placed.")
-    connections_per_peer: int = setting(
-        1, low=1, high=16, doc="Data connections between a pair of ranks."
-    )
 
     def __post_init__(self) -> None:
         check(self, "transfer")

@@ -190,6 +190,7 @@ class SchedulerRuntime:
             post_prefill=self.prefill_runner.post if self.prefill_runner else None,
             fail=self._fail_loop,
             grace_s=self.config.deadlines.grant_s,
+            progress_s=self.config.deadlines.progress_s,
             trace=self.trace,
             changed=self._rank_came,
         )

@@ -25,7 +25,7 @@ def test_defaults_are_the_documented_deadlines() -> None:
     assert (d.connect_s, d.blocks_s, d.grant_s, d.park_s, d.queue_s) == (3, 60, 5, 10, 60)
     assert (d.progress_s, d.load_s, d.hold_s, d.hold_max_s) == (10, 120, 30, 120)
     assert (d.send_progress_s, d.send_s, d.substep_s) == (30, 120, 5)
-    assert (d.heartbeat_s, d.heartbeat_misses) == (1, 3)
+    assert d.heartbeat_s == 1
 
 
 def test_file_then_environment_then_keywords(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_unknown_keys_name_the_nearest(given: dict[str, object], nearest: str) -
         ({"deadlines": {"hold_s": float("nan")}}, "deadlines.hold_s", "finite"),
         ({"deadlines": {"hold_s": -1}}, "deadlines.hold_s", "at least 0.01 s"),
         ({"deadlines": {"hold_s": 300}}, "deadlines.hold_max_s", "at least deadlines.hold_s"),
-        ({"deadlines": {"heartbeat_misses": 2.5}}, "deadlines.heartbeat_misses", "integer"),
+        ({"limits": {"max_parked": 2.5}}, "limits.max_parked", "integer"),
         ({"deadlines": 3}, "deadlines", "table"),
         ({"network": {"listen": "127.0.0.1:1"}}, "network.listen", "tcp://HOST:PORT"),
         ({"network": {"tls_cert_file": "x"}}, "network.tls_cert_file", "both"),
@@ -163,3 +163,22 @@ def test_every_setting_is_documented_and_has_a_printable_type() -> None:
                 assert type_name(kind)
 
     walk(Config)
+
+
+def test_every_setting_is_read_by_somebody() -> None:
+    """A setting without an effect is worse than none."""
+    package = Path(__file__).resolve().parents[3] / "pd_control"
+    source = "\n".join(
+        path.read_text() for path in package.rglob("*.py") if path.name != "config.py"
+    )
+    settings = Config(instance="a").core_settings()
+    cores = {
+        f.name for part in (settings.deadlines, settings.limits) for f in dataclasses.fields(part)
+    }
+    sections = [cls for cls in hints(Config).values() if dataclasses.is_dataclass(cls)]
+    own = (package / "config.py").read_text()
+    for cls in sections:
+        for f in dataclasses.fields(typing.cast(type, cls)):
+            used = f".{f.name}" in source or f.name in cores or f"p.{f.name}" in own
+            used = used or f"self.{f.name}" in own or f"discovery.{f.name}" in own
+            assert used, f"{cls.__name__}.{f.name} has no effect"
