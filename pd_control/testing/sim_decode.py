@@ -18,15 +18,11 @@ from pd_control.protocol.effects import (
     ReleaseLease,
     RequestFailed,
     RequestLoaded,
-    VoidRankKv,
 )
 from pd_control.protocol.events import (
     AbortReceived,
-    AbortRequested,
-    BlocksAllocated,
     CallResult,
     DecodeRequest,
-    DecodeRequestAdded,
     FinalReceived,
     GrantAcked,
     LinkFailed,
@@ -35,25 +31,32 @@ from pd_control.protocol.events import (
     PeerFound,
     StartedReceived,
 )
-from pd_control.protocol.leases import LeaseKind, LeaseTable
+from pd_control.protocol.leases import LeaseTable
+from pd_control.runtime.sides import DecodeSide
 from pd_control.testing.sim_engine import SimRequest, SimStep
-from pd_control.testing.sim_instance import PoolRefs, SimInstance
+from pd_control.testing.sim_face import EngineFace
+from pd_control.testing.sim_instance import SimInstance
 from pd_control.testing.sim_memory import Content
 from pd_control.testing.sim_net import Channel
 from pd_control.testing.sim_prefill import SimPrefill
 from pd_control.testing.sim_trace import Violation
 from pd_control.testing.sim_wire import call_over_wire
 from pd_control.testing.sim_worker import SimWorker
+from pd_control.trace import Trace
 
 
 class SimDecode(SimInstance):
     """D. Every client outcome of the simulation is decided on one of these."""
 
-    leases: LeaseTable
+    side: DecodeSide
+
+    @property
+    def leases(self) -> LeaseTable:
+        return self.side.leases
 
     def make_core(self) -> None:
         self.core = DecodeCore(self.me, self.topology, self.world.settings)
-        self.leases = LeaseTable(PoolRefs(self))
+        self.side = DecodeSide(EngineFace(self), self.post, self.side_failed, Trace(64))
         #: What the core said of each request, for good.
         self.told: dict[str, CoreCommand] = {}
         self.told_s: dict[str, float] = {}
@@ -66,7 +69,7 @@ class SimDecode(SimInstance):
     # -- client (core thread) ------------------------------------------------------------------
 
     def add(self, request: DecodeRequest, content: Content, max_new_tokens: int) -> None:
-        self.post(DecodeRequestAdded(request))
+        self.side.add(request)
         self.engine.add(
             SimRequest(
                 request.request_id,
@@ -79,15 +82,10 @@ class SimDecode(SimInstance):
         self.wake()
 
     def abort(self, request_id: str) -> None:
-        """The client is gone: either the engine drops it at once, or it waits for the driver's word."""
-        request = self.engine.requests.get(request_id)
-        if request is None:
-            return
-        self.world.trace.count("abort.decode")
-        was_remote = request.remote
-        if not was_remote or self.rng.random() < 0.5:
-            self.engine.abort(request_id, "aborted")
-        self.post(AbortRequested(request_id, "client gone"))
+        """The client is gone: the engine drops it, the driver hears of it, no outcome follows."""
+        if self.engine.abort(request_id, "aborted"):
+            self.world.trace.count("abort.decode")
+            self.side.abort(request_id, "client gone")
         self.wake()
 
     # -- effects (loop thread) -----------------------------------------------------------------
@@ -224,42 +222,33 @@ class SimDecode(SimInstance):
 
     # -- core thread ---------------------------------------------------------------------------
 
-    def run_command(self, command: CoreCommand) -> None:
-        trace = self.world.trace
+    def check_command(self, command: CoreCommand) -> None:
+        """Each request is told one thing, and its blocks come back in time."""
+        now_s = self.world.queue.now_s
         if isinstance(command, RequestLoaded | RequestFailed | RecomputeRequest):
-            if command.request_id in self.told:
-                text = f"the engine is told {self.told[command.request_id]!r}, then {command!r}"
-                raise Violation("one outcome", text, self.world.root_of(command.request_id))
-            self.told[command.request_id] = command
-            self.told_s[command.request_id] = self.world.queue.now_s
-        if isinstance(command, RequestLoaded):
-            trace.count("decode.loaded")
-            self.engine.loaded(command.request_id, command.num_tokens, command.first_token)
-        elif isinstance(command, RequestFailed):
-            trace.count(f"decode.failed.{command.code.name}")
-            self.engine.abort(command.request_id, f"failed {command.code.name}: {command.message}")
-        elif isinstance(command, RecomputeRequest):
-            trace.count(f"decode.recompute.{command.code.name}")
-            self.engine.run_locally(command.request_id)
+            request_id = command.request_id
+            if request_id in self.told:
+                text = f"the engine is told {self.told[request_id]!r}, then {command!r}"
+                raise Violation("one outcome", text, self.world.root_of(request_id))
+            self.told[request_id] = command
+            self.told_s[request_id] = now_s
+            if isinstance(command, RequestLoaded):
+                self.world.trace.count("decode.loaded")
+            else:
+                what = "failed" if isinstance(command, RequestFailed) else "recompute"
+                self.world.trace.count(f"decode.{what}.{command.code.name}")
         elif isinstance(command, ReleaseLease):
-            lease = self.leases.get(command.lease_id)
-            self.leases.release(command.lease_id)
+            lease = self.side.leases.get(command.lease_id)
             if lease is not None and lease.request_id in self.told_s:
                 self.world.decode_lease_back(lease.request_id, self.told_s[lease.request_id])
-        elif isinstance(command, VoidRankKv):
-            self._core_lost(command.rank, command.incarnation)
-        else:
-            raise Violation("driver", f"D cannot execute {command!r}")
-        self.wake()
 
     def dispatch(self, step: SimStep) -> None:
         self.send_step(step, ())
 
     def want_remote(self, request: SimRequest) -> bool:
         blocks = (tuple(request.blocks),)
-        lease_id = self.leases.acquire(LeaseKind.LOAD, request.request_id, blocks)
-        event = BlocksAllocated(request.request_id, blocks, request.cached_tokens, lease_id)
-        self.post(event)
+        # False: it has ended meanwhile, and the driver's word on that is in the queue.
+        self.side.blocks_allocated(request.request_id, blocks, request.cached_tokens)
         return True
 
     def on_token(self, request: SimRequest, position: int, token: int) -> None:

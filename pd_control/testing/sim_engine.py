@@ -33,7 +33,6 @@ class SimRequest:
         "blocks",
         "cached_tokens",
         "content",
-        "is_void",
         "max_new_tokens",
         "num_computed",
         "num_outputs",
@@ -61,7 +60,6 @@ class SimRequest:
         self.num_placeholders = 0  # tokens scheduled to come out, not yet seen
         self.num_planned_blocks = 0  # how many of blocks the step planner has been told
         self.num_preemptions = 0
-        self.is_void = False  # a rank died while it waited for its load
         self.state = WAITING
 
     @property
@@ -191,10 +189,6 @@ class SimScheduler:
             return  # aborted meanwhile
         if request.state != REMOTE:
             raise Violation("engine", f"LOADED for {request}", request.trace_id)
-        if request.is_void:
-            self.trace.count("engine.loads_void")
-            self.run_locally(request_id)
-            return
         for index in range(num_tokens // self.block_size):
             self.pool.register(request.blocks[index], request.content.block_hash(index))
         request.state = RUNNING
@@ -384,7 +378,7 @@ class SimScheduler:
             pass
         elif step.code is not Code.OK:
             self.trace.count("engine.steps_failed")
-            self._start_over()
+            self.start_over()
         else:
             self._take_tokens(step)
         self.pool.release(step.refs)
@@ -403,11 +397,7 @@ class SimScheduler:
                 self._finish(request, "finished")
 
     def worker_lost(self, rank: int) -> None:
-        """A rank's memory is gone: no step in flight counts, no block keeps its content. What waits
-        for a load has lost its prefix hits and what had landed, whatever the driver says later."""
-        for request in self.requests.values():
-            if request.state == REMOTE:
-                request.is_void = True
+        """A rank's memory is gone: no step in flight counts, no block keeps its content."""
         for step in list(self.steps.values()):
             if not step.failed:
                 step.failed = True
@@ -416,10 +406,11 @@ class SimScheduler:
                 del step.waiting_ranks[rank]
                 self.hooks.on_rank_output(step, rank, Code.PEER_LOST, None)
                 self._maybe_complete(step)
-        self._start_over()
+        self.start_over()
 
-    def _start_over(self) -> None:
-        """Nothing in the pool is to be trusted: whatever runs is computed again."""
+    def start_over(self) -> None:
+        """Nothing in the pool is to be trusted: whatever runs is computed again. What waits for a load
+        has lost its prefix hits and what had landed; the driver knows that of what is told later."""
         self.pool.drop_cache()
         for request in list(reversed(self.running)):
             self.running.remove(request)

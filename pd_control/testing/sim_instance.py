@@ -8,13 +8,13 @@ lease table are the real ones; this file and its two subclasses only execute eff
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pd_control.codes import Code
-from pd_control.ids import PeerId
-from pd_control.messages import BlockIds, HeloAttributes, RankInfo, Topology
+from pd_control.engine import Refusal
+from pd_control.ids import Content, PeerId
+from pd_control.messages import HeloAttributes, RankInfo, Topology
 from pd_control.protocol.effects import (
     Answer,
     CloseLink,
@@ -26,6 +26,7 @@ from pd_control.protocol.effects import (
 )
 from pd_control.protocol.errors import EngineContractError, InvariantError
 from pd_control.protocol.events import Event, LinkDown, Tick, WorkerDied, WorkerRegistered
+from pd_control.runtime.sides import DecodeSide, PrefillSide
 from pd_control.testing.sim_blocks import BlockPool
 from pd_control.testing.sim_checks import waits_for_ever
 from pd_control.testing.sim_clock import Timer
@@ -44,23 +45,10 @@ CHECK_EVERY = 128
 #: How often a scheduling pass that finds nothing still makes a step (engines do, for their own reasons).
 EMPTY_STEP_RATE = 0.03
 
+#: How often commands of the loop slip in between the draining and the planning of a pass.
+LATE_COMMAND_RATE = 0.1
+
 Core = Any  # PrefillCore | DecodeCore: the methods used here are the same
-
-
-class PoolRefs:
-    """The block pool as the lease table sees it (one cache group)."""
-
-    __slots__ = ("instance",)
-
-    def __init__(self, instance: SimInstance) -> None:
-        self.instance = instance
-
-    def hold(self, block_ids: BlockIds) -> None:
-        self.instance.pool.hold(block_ids[0])
-
-    def release(self, block_ids: BlockIds) -> None:
-        self.instance.pool.release(block_ids[0])
-        self.instance.wake()
 
 
 class SimInstance:
@@ -78,6 +66,7 @@ class SimInstance:
         self.pool: BlockPool
         self.engine: SimScheduler
         self.core: Core
+        self.side: DecodeSide | PrefillSide
         self.me: PeerId
         self._reset()
 
@@ -88,7 +77,6 @@ class SimInstance:
         self.ranks: dict[int, RankInfo] = {}  # registered and alive, as the loop knows
         self.ranks_up: dict[int, bytes] = {}  # as the core thread knows
         self.lost_incarnations: dict[bytes, None] = {}  # the core thread has dealt with
-        self.commands: deque[CoreCommand] = deque()
         self.tick_timer: Timer | None = None
         self.loop_free_s = 0.0  # FIFO from the core thread to the loop
         self.core_free_s = 0.0
@@ -261,8 +249,8 @@ class SimInstance:
 
     def execute(self, effect: Effect) -> None:
         if isinstance(effect, CoreCommand):
-            self.commands.append(effect)
-            self.wake_later()
+            self.check_command(effect)
+            self.side.mailbox.put(effect)
         elif isinstance(effect, WorkerNews):
             worker = self.workers[effect.rank]
             channel = worker.channel
@@ -283,6 +271,9 @@ class SimInstance:
             self._on_fatal(effect)
         else:
             self.execute_own(effect)
+
+    def check_command(self, command: CoreCommand) -> None:
+        """Hook: what the loop may tell the core thread, checked when it does."""
 
     def execute_own(self, effect: Effect) -> None:
         raise Violation("driver", f"{self.spec.name} cannot execute {effect!r}")
@@ -373,21 +364,34 @@ class SimInstance:
 
     # -- core thread ---------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        while self.commands:
-            command = self.commands.popleft()
-            try:
-                self.run_command(command)
-            except (InvariantError, EngineContractError) as e:
-                subject = self.world.subject_of(command)
-                raise Violation("core thread", f"{self.spec.name}: {e}", subject) from e
+    def side_failed(self, why: str, error: BaseException) -> None:
+        """The driver's half on this thread met a fault of the program."""
+        if isinstance(error, Violation):
+            raise error
+        raise Violation("core thread", f"{self.spec.name}: {why}: {error}") from error
 
-    def run_command(self, command: CoreCommand) -> None:
-        raise NotImplementedError
+    def void_rank(self, rank: int) -> None:
+        """The driver says that a rank's KV is gone; the engine may know it, or not yet."""
+        worker, known = self.workers[rank], self.ranks_up.get(rank)
+        if known is not None and not (worker.process.alive and worker.process.incarnation == known):
+            self._core_lost(rank, known)
+        else:
+            self.engine.start_over()
+
+    def admit_request(self, request_id: str, content: Content, payload: Any) -> Refusal | None:
+        raise Violation("driver", f"{self.spec.name} is asked to admit {request_id}")
+
+    def abort_request(self, request_id: str) -> None:
+        raise Violation("driver", f"{self.spec.name} is asked to stop {request_id}")
 
     def _tick(self) -> None:
         self.tick_timer = None
-        self.drain()
+        if len(self.side.mailbox) and self.rng.random() < LATE_COMMAND_RATE:
+            # The commands come a moment after the draining: planning meets them in mid-pass.
+            self.world.trace.count("driver.late_commands")
+            self.wake()
+        else:
+            self.side.drain()
         if len(self.ranks_up) < self.spec.tp or not self.engine.can_schedule():
             return
         step = self.engine.schedule()

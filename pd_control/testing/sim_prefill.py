@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pd_control.codes import Code
+from pd_control.engine import RankReport, Refusal
 from pd_control.ids import Content as RequestContent
 from pd_control.ids import PeerId
 from pd_control.messages import (
@@ -18,47 +19,44 @@ from pd_control.messages import (
     Substep,
     TransferKv,
 )
-from pd_control.protocol.effects import (
-    AbortRequest,
-    AdmitRequest,
-    CoreCommand,
-    ForgetRequest,
-    OfferTransfer,
-    ReleaseLease,
-    VoidRankKv,
-    WithdrawTransfer,
-)
+from pd_control.protocol.effects import CoreCommand, ForgetRequest
 from pd_control.protocol.events import (
     AbortReceived,
-    FirstToken,
     LinkUp,
     PrefillReceived,
     RenewReceived,
-    RequestAdded,
-    RequestRefused,
     SendDone,
     StepFinished,
     TransferKvReceived,
 )
 from pd_control.protocol.planner import ScheduledRequest, StepPlanner
 from pd_control.protocol.prefill import PrefillCore
+from pd_control.runtime.sides import PrefillSide
+from pd_control.runtime.wire import unpack_plan
 from pd_control.testing.sim_engine import SimRequest, SimStep
-from pd_control.testing.sim_instance import PoolRefs, SimInstance
+from pd_control.testing.sim_face import EngineFace
+from pd_control.testing.sim_instance import SimInstance
 from pd_control.testing.sim_memory import Content
 from pd_control.testing.sim_net import Channel
 from pd_control.testing.sim_trace import Violation
-from pd_control.testing.sim_wire import plan_over_wire
 from pd_control.testing.sim_worker import SimWorker
+from pd_control.trace import Trace
 
 
 class SimPrefill(SimInstance):
     """P. Requests come from the router (dual) or by PREFILL (single)."""
 
-    planner: StepPlanner
+    side: PrefillSide
+
+    @property
+    def planner(self) -> StepPlanner:
+        return self.side.planner
 
     def make_core(self) -> None:
         self.core = PrefillCore(self.me, self.topology, self.world.settings)
-        self.planner = StepPlanner(PoolRefs(self), self.world.scenario.block_size)
+        block_size = self.world.scenario.block_size
+        face = EngineFace(self)
+        self.side = PrefillSide(face, block_size, self.post, self.side_failed, Trace(64))
         self.stopping = ""
         self.outputs_at_end = self.rng.random() < 0.5  # all ranks' reports at once, as vLLM does
 
@@ -68,18 +66,10 @@ class SimPrefill(SimInstance):
         self, request_id: str, content: Content, num_takers: int, num_new_tokens: int
     ) -> None:
         """Core thread: the router's copy of a dual-mode request."""
-        self._admit(request_id, content, content.request_content, num_takers, num_new_tokens)
+        self.side.add(request_id, content.request_content, num_takers)
+        self._take(request_id, content, num_new_tokens)
 
-    def _admit(
-        self,
-        request_id: str,
-        content: Content,
-        ids: RequestContent,
-        num_takers: int,
-        num_new_tokens: int,
-    ) -> None:
-        self.planner.add_request(request_id)
-        self.post(RequestAdded(request_id, ids, num_takers))
+    def _take(self, request_id: str, content: Content, num_new_tokens: int) -> None:
         root = self.world.root_of(request_id)
         self.engine.add(SimRequest(request_id, content, num_new_tokens, False, root))
         self.world.prefill_began(self, request_id)
@@ -157,42 +147,32 @@ class SimPrefill(SimInstance):
 
     # -- core thread ---------------------------------------------------------------------------
 
-    def run_command(self, command: CoreCommand) -> None:
-        if isinstance(command, OfferTransfer | WithdrawTransfer | ForgetRequest | ReleaseLease):
-            if isinstance(command, ForgetRequest):
-                self.world.prefill_let_go(command.request_id)
-            event = self.planner.apply(command)
-            if event is not None:
-                self.post(event)
-        elif isinstance(command, AdmitRequest):
-            content = self.world.content_of(command.payload, command.content)
-            if self.rng.random() < self.world.refuse_rate:
-                self.world.trace.count("prefill.refused")
-                self.post(RequestRefused(command.request_id, Code.BUSY, "no room"))
-            else:
-                self._admit(command.request_id, content, command.content, 1, 1)
-                if self.rng.random() < self.world.scenario.give_up_rate:
-                    delay_s = self.rng.random() * 3 * self.spec.step_s
-                    self.process.after(delay_s, self.to_core, self._give_up, command.request_id)
-        elif isinstance(command, AbortRequest):
-            # Told by the driver to stop: its end is not reported to the planner as an end of its own.
-            self.stopping = command.request_id
-            self.engine.abort(command.request_id, "aborted by the driver")
-            self.stopping = ""
-            ended = self.planner.stopped(command.request_id)
-            if ended is not None:
-                self.post(ended)
-            self.wake()
-        elif isinstance(command, VoidRankKv):
-            self._core_lost(command.rank, command.incarnation)
-        else:
-            raise Violation("driver", f"P cannot execute {command!r}")
+    def check_command(self, command: CoreCommand) -> None:
+        if isinstance(command, ForgetRequest):
+            self.world.prefill_let_go(command.request_id)
+
+    def admit_request(
+        self, request_id: str, content: RequestContent, payload: Any
+    ) -> Refusal | None:
+        known = self.world.content_of(payload, content)
+        if self.rng.random() < self.world.refuse_rate:
+            self.world.trace.count("prefill.refused")
+            return Refusal(Code.BUSY, "no room")
+        self._take(request_id, known, 1)
+        if self.rng.random() < self.world.scenario.give_up_rate:
+            delay_s = self.rng.random() * 3 * self.spec.step_s
+            self.process.after(delay_s, self.to_core, self._give_up, request_id)
+        return None
+
+    def abort_request(self, request_id: str) -> None:
+        # The driver knows of this end: the engine does not report it.
+        self.stopping = request_id
+        self.engine.abort(request_id, "aborted by the driver")
+        self.stopping = ""
+        self.wake()
 
     def after_scheduling(self) -> None:
-        event = self.planner.want_blocks(self.engine.blocks_missing)
-        if event is not None:
-            self.world.trace.count("prefill.blocks_wanted")
-            self.post(event)
+        self.side.blocks_wanted(self.engine.blocks_missing)
 
     def dispatch(self, step: SimStep) -> None:
         scheduled = []
@@ -201,13 +181,9 @@ class SimPrefill(SimInstance):
             added = tuple(item.blocks[request.num_planned_blocks :])
             request.num_planned_blocks = len(item.blocks)
             scheduled.append(ScheduledRequest(request.request_id, item.first, item.end, (added,)))
-        plan = self.planner.plan_step(step.step, scheduled)
-        if plan.sends:
-            self.world.trace.count("send.main_step", len(plan.sends))
-        self.post(plan.event)
-        sends = plan.sends
-        if sends and self.world.scenario.real_wire:
-            sends = plan_over_wire(sends)
+        sends = tuple(unpack_plan(self.side.plan_step(step.step, scheduled)))
+        if sends:
+            self.world.trace.count("send.main_step", len(sends))
         self.send_step(step, sends)
 
     def on_rank_output(self, step: SimStep, rank: int, code: Code, ack: int | None) -> None:
@@ -218,21 +194,18 @@ class SimPrefill(SimInstance):
             step.codes[rank] = code
 
     def on_step_done(self, step: SimStep) -> None:
-        if self.outputs_at_end:
-            for rank in sorted(step.acks):
-                self.post(StepFinished(step.step, rank, step.codes[rank], step.acks[rank]))
-        self.planner.step_finished(step.step)
+        ranks = sorted(step.acks) if self.outputs_at_end else []
+        reports = [RankReport(rank, step.acks[rank], step.codes[rank]) for rank in ranks]
+        self.side.step_finished(step.step, reports)
 
     def on_preempted(self, request: SimRequest) -> None:
-        event = self.planner.preempt(request.request_id)
-        if event is not None:
-            self.post(event)
+        self.side.preempted(request.request_id)
 
     def on_token(self, request: SimRequest, position: int, token: int) -> None:
         first = position == request.content.num_prompt_tokens
         if first and request.max_new_tokens > 1:
             self.world.trace.count("prefill.first_token_early")
-            self.post(FirstToken(request.request_id, token))
+            self.side.first_token(request.request_id, token)
 
     def on_finished(self, request: SimRequest, reason: str) -> None:
         token = None
@@ -241,7 +214,5 @@ class SimPrefill(SimInstance):
             code = Code.OK
             token = request.content.next_token(request.content.num_prompt_tokens)
         if request.request_id != self.stopping:
-            event = self.planner.finish_request(request.request_id, code, token)
-            if event is not None:
-                self.post(event)
+            self.side.finished(request.request_id, code, token)
         self.world.prefill_ended(self, request.request_id, reason)

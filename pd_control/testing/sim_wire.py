@@ -39,11 +39,6 @@ def call_over_wire(message: m.Prefill | m.TransferKv) -> Any:
     return codec.decode(unpack_body(msgpack.packb(codec.encode(message))))
 
 
-def plan_over_wire(sends: tuple[m.Send, ...]) -> tuple[m.Send, ...]:
-    """What a worker reads of the sends that ride a main step."""
-    return tuple(wire.unpack_plan(wire.pack_plan(sends)))
-
-
 def _encode(side: int, head: str, item: Any) -> Any:
     if isinstance(item, m.FrozenSends):
         return [wire.SEND.encode(send) for send in item.sends]

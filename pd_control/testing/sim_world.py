@@ -473,8 +473,8 @@ class World:
             fail(f"engine still has {stuck}", *(r.trace_id for r in stuck))
         if instance.engine.steps:
             fail("steps in flight")
-        if instance.commands:
-            fail(f"undrained commands {list(instance.commands)}")
+        if len(instance.side.mailbox):
+            fail(f"undrained commands in {instance.side.mailbox!r}")
         if not instance.core.is_idle():
             fail(f"core is not idle: {instance.core.snapshot(now_s)}")
         snapshot = instance.core.snapshot(now_s)

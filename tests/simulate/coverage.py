@@ -19,6 +19,7 @@ _FAULTS = (
     "news.duplicate_items",
     "net.heartbeats_missed",
     "wire.frames",
+    "driver.late_commands",
     "data.connections_broken",
     "engine.steps_failed",
     "substep.acks_lost",
