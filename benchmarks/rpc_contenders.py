@@ -6,8 +6,9 @@ asyncio streams: no deadline, no identity, no limits, no errors, no checks of wh
 ``floor_bytes`` does not even pack: both messages are the same bytes every time. All run on uvloop.
 
 The messages of simple_rpc are dataclasses that are not frozen (a frozen one costs about 0.1 us per field
-whenever one is made). It serves with a plain function, as the embedding guide recommends for a handler that decides at
-once; ``rpc_tcp_coroutine`` has the same handler as a coroutine function, which costs a task per call.
+whenever one is made). It serves with a plain function, as the embedding guide recommends for a handler
+that decides at once; ``rpc_tcp_coroutine`` has the same handler as a coroutine function, which costs a
+task per call.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import contextlib
 import msgpack
 import pytest
 
-from simple_rpc import Code, Deadline, Limits, PeerProtocolError, RemoteError
+from simple_rpc import Code, Deadline, Limits, Method, PeerProtocolError, RemoteError
 from simple_rpc._frames import encode_frame
 from simple_rpc.testing import ManualClock, ScriptedPeer
 from tests.rpc_kit import ECHO, WAIT, Client, Identity, Text, pool_of, rig, rss_bytes, soon, until
@@ -136,6 +136,31 @@ async def test_a_peer_that_reads_no_answers_gets_no_more_calls_served():
         assert len(r.requests) == num_served
         writer.transport.abort()
         assert (await r.call("still alive")).text == "still alive"
+
+
+async def test_small_requests_with_large_answers_are_not_served_ahead_of_their_reader():
+    """All requests come in one packet; an answer is only made when the last one has been taken."""
+    large: Method[Text, Text] = Method("LARG", Text, Text)
+    served = []
+
+    def answer(request, context):
+        served.append(request.number)
+        return Text(data=bytes(1_000_000))
+
+    async with rig(setup=lambda r: r.server.register(large, answer)) as r:
+        reader, writer = await raw(r)
+        writer.transport.pause_reading()
+        one = encode_frame(large.head, msgpack.packb([10_000, ["x", 0, b""]]))
+        writer.write(one * 50)
+        await until(lambda: any(session.connection._write_paused for session in r.server._sessions))
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert len(served) < 12
+        writer.transport.resume_reading()
+        for _ in range(50):
+            assert len((await read_frame(reader))[1][2]) == 1_000_000
+        assert len(served) == 50
+        writer.close()
 
 
 async def test_pipelined_calls_are_answered_in_order_and_reading_stops_at_the_bound():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -133,6 +134,24 @@ async def test_of_many_that_find_a_dead_file_exactly_one_gets_it(tmp_path):
     for server in servers:
         await server.close()
     assert os.listdir(tmp_path) == []
+
+
+async def test_whoever_looks_at_a_dead_file_has_locked_its_directory(tmp_path):
+    """Between "nobody answers" and "the file is gone" no other server may have bound it."""
+    path = f"{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(path)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_EX)  # another server is just looking
+    server = new_server("one")
+    listening = asyncio.ensure_future(server.listen(f"unix://{path}"))
+    _, pending = await asyncio.wait({listening}, timeout=0.3)
+    assert pending
+    assert os.listdir(tmp_path) == ["s"]
+    os.close(directory)
+    await listening
+    assert await who_answers(Address.unix(path)) == "one"
+    await server.close()
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])

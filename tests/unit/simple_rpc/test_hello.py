@@ -106,10 +106,13 @@ def test_the_server_refuses_a_client_with_another_secret():
     assert server.peer is None
 
 
-@pytest.mark.parametrize(("client_secret", "server_secret"), [(None, ONE), (ONE, None)])
-def test_a_secret_on_one_side_only(client_secret, server_secret):
+@pytest.mark.parametrize(
+    ("client_secret", "server_secret", "message"),
+    [(None, ONE, "the server requires a secret"), (ONE, None, "the server does not prove")],
+)
+def test_a_secret_on_one_side_only(client_secret, server_secret, message):
     client, server = pair(client_secret, server_secret)
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(AuthenticationError, match=message):
         shake(client, server)
     assert client.peer is None
 
