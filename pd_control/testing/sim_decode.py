@@ -60,6 +60,7 @@ class SimDecode(SimInstance):
         #: What the core said of each request, for good.
         self.told: dict[str, CoreCommand] = {}
         self.told_s: dict[str, float] = {}
+        self.added_s: dict[str, float] = {}
         self.process.after(0.0, self._find_peers)
 
     def _find_peers(self) -> None:
@@ -69,6 +70,7 @@ class SimDecode(SimInstance):
     # -- client (core thread) ------------------------------------------------------------------
 
     def add(self, request: DecodeRequest, content: Content, max_new_tokens: int) -> None:
+        self.added_s[request.request_id] = self.world.queue.now_s
         self.side.add(request)
         self.engine.add(
             SimRequest(
@@ -232,6 +234,10 @@ class SimDecode(SimInstance):
                 raise Violation("one outcome", text, self.world.root_of(request_id))
             self.told[request_id] = command
             self.told_s[request_id] = now_s
+            waited_s = now_s - self.added_s[request_id]
+            if waited_s > self.world.word_bound_s:
+                text = f"{request_id} heard after {waited_s:.1f} s: {command!r}"
+                raise Violation("bound", text, self.world.root_of(request_id))
             if isinstance(command, RequestLoaded):
                 self.world.trace.count("decode.loaded")
             else:

@@ -71,6 +71,7 @@ class World:
         net.break_channel_rate = scenario.break_channel_rate
         net.break_data_rate = scenario.break_data_rate
         self.settings = self._settings()
+        self.word_bound_s = self._word_bound_s()
         self.outcome_bound_s = self._outcome_bound_s()
         self.refuse_rate = scenario.refuse_rate
         self.prefill_names = [i.name for i in scenario.instances if i.prefill]
@@ -121,17 +122,22 @@ class World:
             choose=scenario.choose,
         )
 
-    def _outcome_bound_s(self) -> float:
-        """No client waits longer than the deadlines of its attempts allow, plus what its engine takes."""
+    def _word_bound_s(self) -> float:
+        """The driver's word on a request comes within the deadlines of its attempts, not later."""
         d = self.settings.deadlines
-        attempt_s = d.connect_s * 2 + d.grant_s * 2 + d.queue_s + d.load_s + d.progress_s
-        engine_s = 200.0 * max(i.step_s for i in self.scenario.instances) + 60.0
-        crowd_s = len(self.scenario.requests) * 40 * max(i.step_s for i in self.scenario.instances)
-        slow_s = 40 * 12.0 * sum(1 for f in self.scenario.faults if f.kind == "slow_rank")
+        attempt_s = d.connect_s * 2 + d.grant_s * 2 + d.queue_s + d.load_s
         attempts = max(
             (t.max_attempts for r in self.scenario.requests for t in r.takers), default=1
         )
-        return d.blocks_s + attempts * attempt_s + engine_s + crowd_s + slow_s
+        pauses_s = sum(f.duration_s for f in self.scenario.faults if f.kind == "pause")
+        return d.blocks_s + attempts * attempt_s + pauses_s + SLACK_S
+
+    def _outcome_bound_s(self) -> float:
+        """No client waits longer than for that word, plus what its engine takes."""
+        slowest_s = max(i.step_s for i in self.scenario.instances)
+        engine_s = (200.0 + len(self.scenario.requests) * 40) * slowest_s + 60.0
+        slow_s = 40 * 12.0 * sum(1 for f in self.scenario.faults if f.kind == "slow_rank")
+        return self.word_bound_s + engine_s + slow_s
 
     # -- running -------------------------------------------------------------------------------
 
