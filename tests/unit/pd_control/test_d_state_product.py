@@ -6,6 +6,7 @@ The request runs under policy FAIL, so a failure ends in CLOSING with the engine
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -54,7 +55,7 @@ def in_state(state: DRequestState) -> Pair:
 
 
 def _link_id(pair: Pair) -> int:
-    return next(peer.link_id for peer in pair.d._peers)
+    return next((peer.link_id for peer in pair.d._peers), 1)
 
 
 def _call_id(pair: Pair) -> int:
@@ -194,6 +195,39 @@ def test_state_times_event(state: DRequestState, event: str) -> None:
     assert told_before <= 1
     pair.advance(1000)
     pair.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_walk_through_the_events_tells_the_engine_once_and_ends_clean(seed: int) -> None:
+    """No order of events, delivered at once or late, raises, leaks or tells twice."""
+    rng = random.Random(seed)
+    pair = in_state(rng.choice(list(EXPECTED)))
+    walked = []
+    for _ in range(rng.randrange(2, 30)):
+        request = pair.d._requests.get("r")
+        if request is None:
+            break
+        event = rng.choice([name for name in EVENTS if name not in ("added again", "deadline")])
+        walked.append(event)
+        EVENTS[event](pair)
+        pair.d_workers = {rank: info.incarnation for rank, info in pair.d._workers.items()} or {
+            0: b"?" * 16
+        }
+        for _ in range(rng.choice([0, 1, 3, 99])):
+            if pair.outbox:
+                pair.deliver(*pair.outbox.popleft())
+        assert len(pair.outcomes.get("r", ())) <= 1, walked
+        if "r" in pair.d._requests and not pair.fatal:
+            assert pair.d._timers.get("r") is not None, walked
+    pair.to_d(ev.AbortRequested("r"))
+    pair.pump()
+    pair.to_d(ev.WorkerDied(0, pair.d_workers[0]))  # proof, whatever was muted on the way
+    pair.take(fx.OpenLink)
+    pair.pump()
+    assert len(pair.outcomes["r"]) == 1, walked
+    pair.advance(1000)
+    assert pair.d.is_idle()
+    assert not len(pair.leases)
 
 
 def test_the_matrix_covers_every_living_state() -> None:
