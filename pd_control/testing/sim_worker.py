@@ -144,11 +144,24 @@ class SimWorker:
                 )
         layers = self.memory_layers
         step_s = self.instance.spec.step_s * self.slowness if work.items else 0.0002
+        if not self.instance.spec.prefill:
+            # Nobody waits for the layers of D's steps one by one.
+            self.process.after(step_s, self._whole_step, work, self.run)
+            return
         self.process.after(step_s / (layers + 1), self._layer_done, work, 0, step_s, self.run)
 
     @property
     def memory_layers(self) -> int:
         return len(self.memory.layers)
+
+    def _whole_step(self, work: StepWork, run: int) -> None:
+        if run == self.run:
+            if not work.fails:
+                for layer in range(self.memory_layers):
+                    for item in work.items:
+                        content = item.request.content
+                        self.memory.write(layer, item.blocks, item.first, item.end, content)
+            self._end_step(work, Code.INTERNAL if work.fails else Code.OK)
 
     def _layer_done(self, work: StepWork, layer: int, step_s: float, run: int) -> None:
         if run != self.run:
