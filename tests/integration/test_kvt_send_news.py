@@ -155,6 +155,7 @@ async def test_a_cancel_is_answered_even_if_nothing_is_open(world: World) -> Non
     world.tell(m.FrozenSends.HEAD, [wire.SEND.encode(world.send(1))])
     assert await world.completion(2) == (1, 0, 0, "EXPIRED")
     # One that is open is answered by its targets.
+    world.target.grant(2, [3], 0, 16)
     world.sender.start_step(1)
     open_ = m.Substep(P_SCHEDULER, 1, 1, (world.send(2),))
     world.tell(m.Substep.HEAD, wire.SUBSTEP.encode(open_))
@@ -184,6 +185,7 @@ async def test_what_is_malformed_ends_the_channel_and_nothing_else(world: World,
 
 
 async def test_the_end_of_the_scheduler_ends_its_sends(world: World) -> None:
+    world.target.grant(1, [3], 0, 16)
     world.sender.start_step(1)
     item = m.Substep(P_SCHEDULER, 1, 1, (world.send(1),))
     world.tell(m.Substep.HEAD, wire.SUBSTEP.encode(item))
