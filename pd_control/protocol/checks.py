@@ -25,6 +25,7 @@ MAX_BLOCKS = 1 << 20  # of one request, all groups: 16 M tokens in blocks of 16
 MAX_BLOCK_ID = (1 << 32) - 1  # kvt's width of a block id
 MAX_TOKENS = 1 << 31  # of one request
 MAX_ATTEMPT = 1 << 16
+MAX_RENEWALS = 4096  # request ids in one RENEW: well below a frame at any length of id
 
 
 def attributes_problem(attributes: HeloAttributes) -> str | None:

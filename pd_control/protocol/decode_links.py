@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pd_control.codes import Code
 from pd_control.messages import Abort, AbortKind, Renew, TransferKv
-from pd_control.protocol.checks import attributes_problem
+from pd_control.protocol.checks import MAX_RENEWALS, attributes_problem
 from pd_control.protocol.decode_state import RENEW, DecodeState, DRequest
 from pd_control.protocol.effects import Call, CloseLink, LinkNews, OpenLink
 from pd_control.protocol.events import LinkDown, LinkFailed, LinkUp, PeerFound, PeerGone
@@ -128,8 +128,10 @@ class LinkLayer(DecodeState):
 
     def _renew(self, peer: Peer) -> None:
         if peer.link is LinkState.UP and peer.peer_id is not None and peer.held:
-            item = Renew(tuple(peer.held))
-            self._emit(LinkNews(peer.peer_id, peer.link_id, item))
+            held = tuple(peer.held)
+            for first in range(0, len(held), MAX_RENEWALS):
+                item = Renew(held[first : first + MAX_RENEWALS])
+                self._emit(LinkNews(peer.peer_id, peer.link_id, item))
             self._set_renewal(peer)
 
     def _tell_peer(self, request: DRequest, kind: AbortKind, reason: str) -> None:

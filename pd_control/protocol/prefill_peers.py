@@ -6,6 +6,7 @@ from pd_control.codes import Code
 from pd_control.ids import Content, PeerId, prefill_request_id
 from pd_control.messages import AbortKind, DInfo
 from pd_control.protocol.checks import (
+    MAX_RENEWALS,
     attributes_problem,
     key_problem,
     prefill_problem,
@@ -23,8 +24,6 @@ from pd_control.protocol.events import (
 from pd_control.protocol.p_transfer import PTransferState
 from pd_control.protocol.prefill_requests import RequestLayer
 from pd_control.protocol.prefill_state import ADMIT, PARK, Link, PRequest, PTransfer
-
-MAX_RENEWALS_PER_ITEM = 65_536  # request ids in one RENEW; more are refused and counted
 
 
 class PeerLayer(RequestLayer):
@@ -227,7 +226,7 @@ class PeerLayer(RequestLayer):
 
     def _on_renew(self, event: RenewReceived) -> None:
         request_ids = event.message.request_ids
-        if len(request_ids) > MAX_RENEWALS_PER_ITEM:
+        if len(request_ids) > MAX_RENEWALS:
             self.counters.add("renew.too_many")
             return
         for request_id in request_ids:

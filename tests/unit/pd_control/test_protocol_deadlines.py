@@ -280,6 +280,21 @@ def test_hold_is_renewed_by_a_live_d_up_to_hold_max() -> None:
     assert pair.now_s - start == pytest.approx(120, abs=0.01)
 
 
+def test_renewals_of_many_requests_travel_in_items_that_p_takes() -> None:
+    pair = make(blocks_s=1000.0)
+    for n in range(5000):
+        pair.add_d_request(f"d{n}", PROMPT, remote_request_id=f"p{n}")
+    pair.pump()
+    pair.advance(10 + E)
+    sizes = [
+        len(e.item.request_ids)
+        for _, e in pair.delivered
+        if isinstance(e, fx.LinkNews) and isinstance(e.item, Renew)
+    ]
+    assert sum(sizes[-2:]) == 5000
+    assert "renew.too_many" not in pair.p.counters
+
+
 def test_hold_tombstones_answer_gone_only_for_their_time() -> None:
     pair = make(tombstone_s=60.0)
     hold_p(pair)
