@@ -100,3 +100,16 @@ async def test_a_pool_of_connections_to_the_old_incarnation_is_given_up_at_once(
         await client.close()
         await two.close()
     await one.close()
+
+
+async def test_a_dedicated_connection_to_another_incarnation_is_not_given_out():
+    async with rig() as r:
+        with pytest.raises(IncarnationError) as failure:
+            await r.client.connect(r.address, soon(), expect_incarnation=bytes(16))
+        assert failure.value.details["got"] == r.server.identity.incarnation
+        await until(lambda: r.server.stats().num_connections == 0)
+        connection = await r.client.connect(
+            r.address, soon(), expect_incarnation=r.server.identity.incarnation
+        )
+        assert connection.peer == r.server.identity
+        connection.close()

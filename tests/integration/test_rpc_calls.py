@@ -26,6 +26,7 @@ from simple_rpc import (
     RpcError,
     UnreachableError,
 )
+from simple_rpc._session import Session
 from simple_rpc.testing import ManualClock, ScriptedPeer
 from tests.rpc_kit import ECHO, LOOPS, WAIT, Text, pool_of, rig, soon, until
 
@@ -125,6 +126,24 @@ async def test_a_handler_that_is_cancelled_from_within_answers_aborted():
         with pytest.raises(RemoteError) as failure:
             await r.call("x", stop)
         assert failure.value.code is Code.ABORTED
+        assert (await r.call()).text == "x"
+
+
+async def test_a_call_that_is_cancelled_before_its_handler_has_begun_is_answered(monkeypatch):
+    """A task cancelled before its first step runs no line at all, not even a ``finally``."""
+    original = Session._call_typed
+
+    def call_and_cancel(session, entry, body):
+        original(session, entry, body)
+        session._cancel(RpcError(Code.ABORTED, "too early"))
+
+    async with rig() as r:
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "_call_typed", call_and_cancel)
+            with pytest.raises(RemoteError, match="too early"):
+                await r.call("x", WAIT)
+        assert r.requests == []
+        assert r.server.stats().num_calls == 0
         assert (await r.call()).text == "x"
 
 
@@ -379,7 +398,7 @@ async def test_drain_finishes_calls_in_progress_and_refuses_new_ones():
     async with rig() as r:
         call = asyncio.ensure_future(r.call("last", WAIT))
         await r.started.get()
-        drain = asyncio.ensure_future(r.server.drain(soon()))
+        drain = asyncio.ensure_future(r.server.drain(Deadline.never()))
         await asyncio.sleep(0)
         with pytest.raises((UnreachableError, ConnectionLostError)):
             await r.call("too late")
@@ -444,7 +463,7 @@ async def test_a_drained_client_lets_its_calls_finish():
     async with rig() as r:
         call = asyncio.ensure_future(r.call("last", WAIT))
         await r.started.get()
-        drain = asyncio.ensure_future(r.client.drain(soon()))
+        drain = asyncio.ensure_future(r.client.drain(Deadline.never()))
         await asyncio.sleep(0)
         with pytest.raises(ClosedError):
             await r.call()

@@ -46,6 +46,19 @@ async def test_a_body_above_the_limit():
         assert r.requests == ["still alive"]
 
 
+async def test_a_whole_frame_above_the_limit():
+    """It comes in one piece: no part of the decoder's buffer is ever used."""
+    async with rig(server={"limits": Limits(max_body_bytes=len(CALL) - 9)}) as r:
+        reader, writer = await raw(r)
+        writer.write(CALL)
+        head, fields = await read_frame(reader)
+        assert (head, fields[0]) == ("FAIL", Code.CORRUPT)
+        writer.close()
+        await until(lambda: r.server.stats().num_connections == 0)
+        assert r.server.stats().closed == {"body_too_large": 1}
+        assert r.requests == []
+
+
 async def test_a_body_at_the_limit_is_served():
     async with rig(server={"limits": Limits(max_body_bytes=len(CALL) - 8)}) as r:
         assert (await r.call()).text == "x"
