@@ -44,7 +44,7 @@ _STEPS = (
 _HOLDS = (
     *("hold.renewals", "p.p_request.expired.hold", "p.p_request.expired.pressure"),
     *("p.p_transfer.empty", "p.calls.joined", "p.calls.refused.GONE", "p.calls.refused.ABORTED"),
-    *("p.carried.over", "prefill.blocks_wanted"),
+    "p.carried.over",
 )
 _LATE = (
     *(f"d.deadline.{name}" for name in ("blocks", "call", "grant_open", "grant_close", "queue")),
