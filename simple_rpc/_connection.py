@@ -18,12 +18,13 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ._deadline import Clock, Watchdog
 from ._errors import ClosedError, Code, ConnectionLostError, PeerProtocolError, RpcError
 from ._frames import PREFIX_BYTES, FrameDecoder, FrameError
 from ._limits import Limits
+from ._owner import NOBODY, Owner
 
 _PREFIX = struct.Struct("<II")
 _pack_prefix = _PREFIX.pack
@@ -33,45 +34,6 @@ KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 """A peer whose machine vanished is noticed on an idle connection within a minute, by the kernel."""
-
-
-class Owner(Protocol):
-    """Who is responsible for a connection now. Called on the loop thread; must not raise or block."""
-
-    def on_frame(self, head: int, body: bytes | None) -> None:
-        """A frame. ``body`` is None for a raw head (see ``FrameDecoder.heads``)."""
-        ...
-
-    def on_violation(self, error: PeerProtocolError) -> None:
-        """The peer broke the protocol or a limit (``details["reason"]`` is a short label). The owner may
-        tell it so and ``close(error)``; if it does nothing the connection is aborted."""
-        ...
-
-    def on_lost(self, error: RpcError) -> None:
-        """The connection is unusable from now on. Called exactly once over all owners; ``error`` says
-        why: what was passed to ``close``/``abort``, what the peer violated, or how the socket ended."""
-        ...
-
-    def on_wait_over(self) -> None:
-        """``wait_due_s`` has passed (it is ``inf`` again)."""
-        ...
-
-    def on_shutdown(self, error: RpcError) -> None:
-        """This process is shutting down in order: say goodbye if there is a way, then ``close(error)``."""
-        ...
-
-
-class _Nobody:
-    """The owner of a connection that is gone."""
-
-    def on_frame(self, head: int, body: bytes | None) -> None: ...
-    def on_violation(self, error: PeerProtocolError) -> None: ...
-    def on_lost(self, error: RpcError) -> None: ...
-    def on_wait_over(self) -> None: ...
-    def on_shutdown(self, error: RpcError) -> None: ...
-
-
-_NOBODY = _Nobody()
 
 
 class Connection(asyncio.Protocol):
@@ -371,7 +333,7 @@ class Connection(asyncio.Protocol):
 
     def _closed(self) -> None:
         self._close_due_s = math.inf
-        self._owner = _NOBODY  # no cycle of references outlives the transport
+        self._owner = NOBODY  # no cycle of references outlives the transport
         self._on_made = None
         on_closed, self._on_closed = self._on_closed, None
         if on_closed is not None:

@@ -45,7 +45,8 @@ MAX_CONNECTIONS = 4096
 
 MAX_HANDSHAKING = 512
 """Connections that have not proven themselves. Bounds unauthenticated memory to
-512 x (4 KiB + one socket read) and keeps strangers from using up MAX_CONNECTIONS."""
+512 x (4 KiB + one socket read) and keeps strangers from using up MAX_CONNECTIONS. With TLS a connection
+counts from the end of its TLS handshake, which has the same deadline but no such bound."""
 
 MAX_IN_FLIGHT_PER_PEER = 1024
 """Calls in progress of one peer (instance and incarnation) at one server; beyond it the answer is BUSY."""

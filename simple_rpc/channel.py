@@ -217,7 +217,7 @@ class Channel:
 
 
 class _Attachment:
-    """A channel's hold on one connection; the connection's owner (see `_connection.Owner`)."""
+    """A channel's hold on one connection; the connection's owner (see `_owner.Owner`)."""
 
     __slots__ = (
         "_ack_due_s",

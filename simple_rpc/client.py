@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ._client_connection import ClientConnection, Dialer, run_until
+from ._client_errors import bad_answer, incarnation_error, refusal, too_large
 from ._codec import new_pack
 from ._connection import Connection
 from ._deadline import Clock, Deadline, LoopClock, Watchdog
@@ -16,11 +17,8 @@ from ._errors import (
     Code,
     ConnectionLostError,
     DeadlineError,
-    IncarnationError,
     InvalidMessageError,
-    PeerProtocolError,
     Phase,
-    RemoteError,
     RpcError,
 )
 from ._frames import OKAY
@@ -30,7 +28,7 @@ from .auth import Secret
 from .dedicated import AuthenticatedConnection
 from .hello import PROTOCOL_VERSIONS
 from .identity import Address, Identity
-from .methods import Method, unpack_fail
+from .methods import Method
 from .metrics import Counters, Metrics
 
 Req = TypeVar("Req")
@@ -145,7 +143,7 @@ class Client:
                     timeout_ms = int(left_s * 1000.0) if left_s < MAX_TIMEOUT_S else MAX_TIMEOUT_MS
                     packed = method.pack_request(self._pack, timeout_ms, request)
                     if len(packed) > self._max_body_bytes:
-                        raise _too_large(method, packed, self._max_body_bytes)
+                        raise too_large(method, packed, self._max_body_bytes)
                     head, body = await connection.send(method.head, packed, deadline.at_s)
                     break
                 except ConnectionLostError:
@@ -167,11 +165,11 @@ class Client:
                 if idle_until_s < self._watchdog.armed_at_s:
                     self._watchdog.expect(idle_until_s)
             if head != OKAY:
-                raise _refusal(method, body, connection)
+                raise refusal(method, body, connection)
             try:
                 response = method.unpack_response(body)
             except InvalidMessageError as error:
-                raise _bad_answer(method, error, connection) from None
+                raise bad_answer(method, error, connection) from None
             code = _OK
             return response
         except RpcError as error:
@@ -196,7 +194,7 @@ class Client:
         await connection.open(deadline.at_s)
         if expect_incarnation not in (None, connection.peer.incarnation):
             connection.close("another incarnation was expected")
-            raise _incarnation_error(connection, expect_incarnation or b"")
+            raise incarnation_error(connection, expect_incarnation or b"")
         try:
             self._check_open()
         except ClosedError:
@@ -369,7 +367,7 @@ class Client:
             if connection.peer.incarnation == incarnation:
                 return connection
         self._release(pool, connection)
-        raise _incarnation_error(connection, incarnation)
+        raise incarnation_error(connection, incarnation)
 
     async def _reopen(
         self, pool: _PeerPool, stale: ClientConnection, deadline: Deadline
@@ -378,7 +376,7 @@ class Client:
         connection = await self._obtain(pool, stale.address, deadline)
         if connection.peer.incarnation != stale.peer.incarnation:
             self._release(pool, connection)
-            raise _incarnation_error(connection, stale.peer.incarnation)
+            raise incarnation_error(connection, stale.peer.incarnation)
         return connection
 
 
@@ -392,45 +390,6 @@ def _wake(pool: _PeerPool, waiter: _Waiter | None) -> None:
 
 async def _wait_for(future: asyncio.Future[None]) -> None:
     await future
-
-
-def _incarnation_error(connection: ClientConnection, expected: bytes) -> IncarnationError:
-    got = connection.peer.incarnation
-    return IncarnationError(
-        message=f"expected incarnation {expected.hex()[:8]}, found {got.hex()[:8]}",
-        details={"expected": expected, "got": got},
-        phase=Phase.HELLO,
-        peer=str(connection.address),
-    )
-
-
-def _too_large(method: Method[Any, Any], packed: bytes, limit_bytes: int) -> InvalidMessageError:
-    return InvalidMessageError(
-        message=f"{method.name}: request of {len(packed)} bytes, at most {limit_bytes} allowed"
-    )
-
-
-def _bad_answer(
-    method: Method[Any, Any], error: InvalidMessageError, connection: ClientConnection
-) -> PeerProtocolError:
-    return PeerProtocolError(
-        message=f"answer to {method.name}: {error.message}",
-        details={"reason": "bad_answer"},
-        phase=Phase.ANSWER,
-        peer=str(connection.address),
-    )
-
-
-def _refusal(method: Method[Any, Any], body: bytes, connection: ClientConnection) -> RpcError:
-    """The error that a FAIL stands for."""
-    try:
-        code, message, details = unpack_fail(body)
-    except InvalidMessageError as error:
-        return _bad_answer(method, error, connection)
-    # Whose timer was quicker, the server's or ours, makes no difference to the caller.
-    is_deadline = code is Code.TIMEOUT and details.get("reason") == "deadline"
-    cls = DeadlineError if is_deadline else RemoteError
-    return cls(code, message, details, phase=Phase.HANDLER, peer=str(connection.address))
 
 
 __all__ = ["AuthenticatedConnection", "Client"]

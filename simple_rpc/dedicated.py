@@ -9,10 +9,11 @@ from typing import Any
 
 from ._client_connection import ClientConnection
 from ._codec import unpack_body
-from ._connection import Connection, Owner
+from ._connection import Connection
 from ._deadline import Deadline
 from ._errors import InvalidMessageError, PeerProtocolError, Phase, RemoteError
 from ._frames import OKAY, head_name
+from ._owner import Owner
 from ._streams import open_streams
 from .identity import Address, Identity
 from .methods import unpack_fail
