@@ -55,6 +55,7 @@ class LayerCoverage {
   void commit();
 
   std::uint64_t covered_bytes() const { return committed_bytes_; }
+  std::size_t num_intervals() const { return accepted_.size(); }
 
  private:
   Intervals accepted_;  // merged; pending included

@@ -178,7 +178,9 @@ ReceiveConnection::Progress ReceiveConnection::read_body() {
   const Progress progress = fill(body_.data(), frame_.length);
   if (progress != Progress::kMore) return progress;
   phase_ = Phase::kHead;
-  return handle(frame_.head) ? Progress::kMore : Progress::kStop;
+  if (!handle(frame_.head)) return Progress::kStop;
+  if (frame_.head == wire::kHello) body_ = {};  // megabytes that are not needed again
+  return Progress::kMore;
 }
 
 bool ReceiveConnection::handle(std::uint32_t head) {

@@ -6,6 +6,8 @@
 namespace kvt {
 namespace {
 
+constexpr std::uint64_t kMinMeanPieceBytes = 8;  // one element of any head is larger
+
 std::string show_range(std::uint32_t first, std::uint32_t end) {
   return "[" + std::to_string(first) + ", " + std::to_string(end) + ")";
 }
@@ -214,6 +216,10 @@ bool ReceiveConnection::admit_blocks(Carried& carried, const wire::Blocks& frame
       return false;
     case LayerCoverage::Overlap::kNone:
       break;
+  }
+  // What is remembered stays in proportion to what is transferred, however it is cut up.
+  if (coverage.num_intervals() > part->bytes / kMinMeanPieceBytes + wire::kMaxBlocksPerFrame) {
+    return refuse("is cut into too many pieces");
   }
   if (begun && carried.chunk_is_repeat) return refuse("repeats in part what was received before");
   if (!begun) carried.chunk_crc = 0;

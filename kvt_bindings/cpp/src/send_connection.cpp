@@ -411,9 +411,7 @@ void SocketSendConnection::on_done(const wire::Result& result) {
   if (it == transfers_.end()) return;  // cancelled meanwhile
   if (result.code == Code::kOk) {
     // It cannot have what is not sent, nor (cma) have read without asking afterwards.
-    const bool early = it->second.num_unsent > (it->second.ending ? 1u : 0u) ||
-                       (transport_->confirms() && !it->second.released);
-    if (early) {
+    if (is_early(it->second) || (transport_->confirms() && !it->second.released)) {
       give_up(result.transfer, Code::kBadRequest, "the receiver reported success too early", true);
       return;
     }
@@ -425,13 +423,22 @@ void SocketSendConnection::on_done(const wire::Result& result) {
 }
 
 // The receiver has read everything. Until now the source was held: else the transfer would have
-// been cancelled and be unknown.
+// been given up and be unknown. One that asks before it was told everything is not believed.
 void SocketSendConnection::on_ask_held(TransferHandle transfer) {
   const auto it = transfers_.find(transfer);
+  if (it != transfers_.end() && (!transport_->confirms() || is_early(it->second))) {
+    give_up(transfer, Code::kBadRequest, "the receiver asked too early", true);
+  }
+  const bool held = transfers_.contains(transfer);
   Item item;
-  wire::append(item.frame, wire::Held{transfer, it != transfers_.end()});
+  wire::append(item.frame, wire::Held{transfer, held});
   items_.push_back(std::move(item));
-  if (it != transfers_.end()) release(transfer, it->second);
+  if (held) release(transfer, transfers_.at(transfer));
+}
+
+// Some chunk has not left yet. (ENDT alone may still wait: full coverage can come before it.)
+bool SocketSendConnection::is_early(const Transfer& state) {
+  return state.num_unsent > (state.ending ? 1u : 0u);
 }
 
 void SocketSendConnection::release(TransferHandle transfer, Transfer& state) {

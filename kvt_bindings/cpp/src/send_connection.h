@@ -127,6 +127,7 @@ class SocketSendConnection final : public SendConnection {
   bool on_welcome(wire::Body body);
   void on_done(const wire::Result& result);
   void on_ask_held(TransferHandle transfer);
+  static bool is_early(const Transfer& state);
   // Drops what is queued for it; what is half way goes on as filler. Then tells the engine.
   void give_up(TransferHandle transfer, Code code, const std::string& detail, bool tell_peer);
   void release(TransferHandle transfer, Transfer& state);
