@@ -16,7 +16,7 @@ from pd_control.messages import GrantOp, RankInfo, Topology
 from pd_control.protocol import events as ev
 from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS
 from pd_control.protocol.d_request import DRequestInput, DRequestState
-from pd_control.protocol.decode_state import DRequest, Outcome, PairsRule
+from pd_control.protocol.decode_state import RENEW, DRequest, Outcome, PairsRule
 from pd_control.protocol.decode_tries import TryLayer
 from pd_control.protocol.decode_view import inspect_request, snapshot
 from pd_control.protocol.effects import Effect, ReleaseLease, RequestFailed, VoidRankKv
@@ -273,8 +273,10 @@ class DecodeCore(TryLayer):
                 self._on_request_due(self._requests[timer])
             else:
                 peer = self._peers.get(timer[1])
-                if peer is not None:
+                if peer is not None and timer[0] == RENEW:
                     self._renew(peer)
+                elif peer is not None:
+                    self._on_opening_due(peer)
         self._early_aborts.expire(self._now_s)
 
     def _on_request_due(self, request: DRequest) -> None:

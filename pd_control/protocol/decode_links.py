@@ -7,7 +7,7 @@ from dataclasses import replace
 from pd_control.codes import Code
 from pd_control.messages import Abort, AbortKind, Renew, TransferKv
 from pd_control.protocol.checks import MAX_RENEWALS, attributes_problem
-from pd_control.protocol.decode_state import RENEW, DecodeState, DRequest
+from pd_control.protocol.decode_state import OPENING, RENEW, DecodeState, DRequest
 from pd_control.protocol.effects import Call, CloseLink, LinkNews, OpenLink
 from pd_control.protocol.events import LinkDown, LinkFailed, LinkUp, PeerFound, PeerGone
 from pd_control.protocol.peers import LinkState, Peer, same_model_problem
@@ -33,7 +33,13 @@ class LinkLayer(DecodeState):
         peer.link_id = self._next_link_id
         self._next_link_id += 1
         deadline = self._now_s + self.settings.deadlines.connect_s
+        self._timers.set((OPENING, peer.instance), deadline)
         self._emit(OpenLink(peer.instance, peer.address, peer.link_id, deadline))
+
+    def _on_opening_due(self, peer: Peer) -> None:
+        """The driver owed an answer by now. A LinkUp that comes later is closed."""
+        if peer.link is LinkState.OPENING:
+            self._link_failed(peer, Code.UNREACHABLE, f"{peer.instance}: no link in time")
 
     def _on_link_up(self, event: LinkUp) -> None:
         peer = self._peers.of_link(event.peer.instance, event.link_id, LinkState.OPENING)
@@ -48,6 +54,7 @@ class LinkLayer(DecodeState):
             self._emit(CloseLink(event.peer, event.link_id))
             self._link_failed(peer, Code.INCOMPATIBLE, f"{peer.instance}: {problem}")
             return
+        self._timers.cancel((OPENING, peer.instance))
         peer.up(event.peer, event.attributes, self._pairs(event.attributes.topology, self.topology))
         peer.queue_depth = 0
         self.counters.add("links.up")
@@ -96,6 +103,7 @@ class LinkLayer(DecodeState):
     def _shun(self, peer: Peer) -> None:
         peer.down()
         self._timers.cancel((RENEW, peer.instance))
+        self._timers.cancel((OPENING, peer.instance))
         peer.healthy_from_s = self._now_s + self.settings.deadlines.connect_s
 
     # --- what travels on a link -----------------------------------------------------------------

@@ -22,6 +22,7 @@ from pd_control.protocol.tombstones import TimedTable
 PairsRule = Callable[[Topology, Topology], Pairs]
 
 RENEW = "renew"  # timer key (RENEW, instance)
+OPENING = "link"  # (OPENING, instance)
 TimerKey = tuple[str, str] | str  # str: a request, which names its deadline
 
 

@@ -13,6 +13,7 @@ from pd_control.codes import Code
 from pd_control.messages import Final, Grant, GrantOp, Renew, Started, TransferKv
 from pd_control.protocol import effects as fx
 from pd_control.protocol import events as ev
+from pd_control.protocol.peers import LinkState
 from pd_control.protocol.planner import ScheduledRequest
 from pd_control.protocol.settings import Deadlines, Limits, Settings
 from pd_control.testing.pair import Pair, content
@@ -56,8 +57,11 @@ def test_connect_no_link_is_unreachable() -> None:
     pair.take(fx.OpenLink)
     wait(pair, 3)
     assert told(pair) == [("failed", Code.UNREACHABLE)]
-    pair.d._link_failed(pair.d._peers.get("p0"), Code.UNREACHABLE, "")  # type: ignore[arg-type]
     pair.assert_clean()
+    (peer,) = pair.d._peers
+    assert peer.link is LinkState.NONE, "a driver that never reports blocks nobody for ever"
+    pair.to_d(ev.LinkUp(pair.p_id, 1, pair.helo("p", 1)))
+    assert pair.take(fx.CloseLink), "too late"
 
 
 def test_connect_no_answer_to_the_call_is_a_timeout_and_p_is_told() -> None:
