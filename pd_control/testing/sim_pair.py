@@ -608,6 +608,8 @@ class Pair:
                 raise Violation("quiescence", f"{name} is not idle: {core.snapshot(self.now_s)}")
         if len(self.leases):
             raise Violation("quiescence", f"D leases left: {list(self.leases)}")
+        if not self.planner.is_idle() or self.planner.num_requests:
+            raise Violation("quiescence", f"the planner keeps {self.planner.num_requests} requests")
         for name, refs in (("P", self.p_refs), ("D", self.d_refs)):
             held = [b for b in range(NUM_BLOCKS) if refs.refs[b]]
             if held and not self.fatal:
