@@ -16,7 +16,16 @@ from pd_control.ids import (
     MAX_REQUEST_ID_CHARS,
     PeerId,
 )
-from pd_control.messages import BlockIds, DInfo, HeloAttributes, Prefill, RankInfo, TransferKv
+from pd_control.messages import (
+    Abort,
+    AbortKind,
+    BlockIds,
+    DInfo,
+    HeloAttributes,
+    Prefill,
+    RankInfo,
+    TransferKv,
+)
 from pd_control.protocol.ranks import topology_problem
 
 MAX_RANKS = 1 << 16  # of one instance; far above any real one
@@ -25,6 +34,8 @@ MAX_BLOCKS = 1 << 20  # of one request, all groups: 16 M tokens in blocks of 16
 MAX_BLOCK_ID = (1 << 32) - 1  # kvt's width of a block id
 MAX_TOKENS = 1 << 31  # of one request
 MAX_ATTEMPT = 1 << 16
+MAX_TEXT_CHARS = 512  # of a reason or message of a peer that is kept; the rest is cut off
+MAX_EARLY_TAKERS = 1024  # remembered for one request that P does not know
 MAX_RENEWALS = 4096  # request ids in one RENEW: well below a frame at any length of id
 
 
@@ -61,8 +72,15 @@ def transfer_kv_problem(message: TransferKv, peer: PeerId) -> str | None:
     return _dinfo_problem(message.info, peer)
 
 
-def key_problem(key: bytes) -> str | None:
-    return None if len(key) == KEY_BYTES else f"expected a key of {KEY_BYTES} bytes, got {len(key)}"
+def abort_problem(message: Abort) -> str | None:
+    """What is wrong with an ABRT."""
+    if len(message.key) != KEY_BYTES:
+        return f"expected a key of {KEY_BYTES} bytes, got {len(message.key)}"
+    if message.kind not in (AbortKind.TRANSFER, AbortKind.TAKER):
+        return f"expected an abort of kind 0 or 1, got {message.kind}"
+    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
+        return f"expected at most {MAX_REQUEST_ID_CHARS} characters, got {len(message.request_id)}"
+    return None
 
 
 def _dinfo_problem(info: DInfo, peer: PeerId) -> str | None:

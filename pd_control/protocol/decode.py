@@ -14,6 +14,7 @@ from pd_control.codes import Code
 from pd_control.ids import PeerId
 from pd_control.messages import GrantOp, RankInfo, Topology
 from pd_control.protocol import events as ev
+from pd_control.protocol.checks import MAX_TEXT_CHARS
 from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS
 from pd_control.protocol.d_request import DRequestInput, DRequestState
 from pd_control.protocol.decode_state import RENEW, DRequest, Outcome, PairsRule
@@ -158,7 +159,7 @@ class DecodeCore(TryLayer):
         elif event.code is Code.OK:
             self._all_sent(request)
         elif request.state is _S.REQUESTING:
-            self._fail(request, event.code, event.message)
+            self._fail(request, event.code, event.message[:MAX_TEXT_CHARS])
         else:
             self.counters.add("call_result.contradicted")  # STARTED came: P did accept
 
@@ -174,7 +175,7 @@ class DecodeCore(TryLayer):
             return
         code = Code.from_wire(final.code)
         if code is not Code.OK:
-            self._fail(request, code, final.message, peer_knows=True)
+            self._fail(request, code, final.message[:MAX_TEXT_CHARS], peer_knows=True)
             return
         if request.request.want_first_token:
             request.first_token = final.first_token

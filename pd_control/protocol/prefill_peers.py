@@ -6,9 +6,11 @@ from pd_control.codes import Code
 from pd_control.ids import Content, PeerId, prefill_request_id
 from pd_control.messages import AbortKind, DInfo
 from pd_control.protocol.checks import (
+    MAX_EARLY_TAKERS,
     MAX_RENEWALS,
+    MAX_TEXT_CHARS,
+    abort_problem,
     attributes_problem,
-    key_problem,
     prefill_problem,
     transfer_kv_problem,
 )
@@ -238,23 +240,23 @@ class PeerLayer(RequestLayer):
 
     def _on_abort(self, event: AbortReceived) -> None:
         message = event.message
-        problem = key_problem(message.key)
-        if problem is not None or message.kind not in AbortKind.__members__.values():
+        if abort_problem(message) is not None:
             self.counters.add("abort.bad")
             return
+        reason = message.reason[:MAX_TEXT_CHARS]
         if message.kind == AbortKind.TAKER:
             self._withdraw_taker(message.request_id, message.key)
             return
         transfer = self._transfers.get(message.key)
         if transfer is None:
             if self._done.get(message.key, self._now_s) is None:
-                self._aborted.put(message.key, message.reason, self._now_s)
+                self._aborted.put(message.key, reason, self._now_s)
             return
         if transfer.peer != event.peer:
             self.counters.add("abort.foreign")
             return
         self._unpark(transfer)
-        self._fail(transfer, Code.ABORTED, message.reason or "aborted by D", tell=False)
+        self._fail(transfer, Code.ABORTED, reason or "aborted by D", tell=False)
 
     def _withdraw_taker(self, request_id: str, key: bytes) -> None:
         request = self._requests.get(request_id)
@@ -266,4 +268,5 @@ class PeerLayer(RequestLayer):
 
     def _mark_taker(self, request_id: str, key: bytes) -> None:
         takers = self._early_takers.get(request_id, self._now_s) or frozenset()
-        self._early_takers.put(request_id, takers | {key}, self._now_s)
+        if len(takers) < MAX_EARLY_TAKERS:
+            self._early_takers.put(request_id, takers | {key}, self._now_s)

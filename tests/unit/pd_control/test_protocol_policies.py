@@ -18,6 +18,7 @@ from pd_control.messages import (
 )
 from pd_control.protocol import effects as fx
 from pd_control.protocol import events as ev
+from pd_control.protocol.checks import MAX_EARLY_TAKERS, MAX_TEXT_CHARS
 from pd_control.protocol.events import OnFailure
 from pd_control.protocol.planner import ScheduledRequest
 from pd_control.protocol.settings import Settings
@@ -463,3 +464,21 @@ def test_token_ids_of_a_prefill_are_checked(token: int) -> None:
     (answer,) = pair.p.handle(ev.PrefillReceived(1, pair.d_id, bad), pair.now_s)
     assert isinstance(answer, fx.Answer)
     assert (answer.code, "32 bits" in answer.message) == (Code.BAD_REQUEST, True)
+
+
+def test_what_a_peer_makes_p_remember_is_bounded() -> None:
+    pair = make()
+    pair.to_p(ev.LinkUp(pair.d_id, 1, pair.helo("d", 1)))
+    pair.to_p(
+        ev.AbortReceived(pair.d_id, Abort(AbortKind.TRANSFER, b"k" * 16, reason="x" * 10_000))
+    )
+    (mark,) = pair.p._aborted._entries.values()
+    assert len(mark[1]) == MAX_TEXT_CHARS
+    for n in range(MAX_EARLY_TAKERS + 10):
+        key = n.to_bytes(16, "little")
+        pair.to_p(ev.AbortReceived(pair.d_id, Abort(AbortKind.TAKER, key, "unknown")))
+    (takers,) = pair.p._early_takers._entries.values()
+    assert len(takers[1]) == MAX_EARLY_TAKERS
+    long = Abort(AbortKind.TAKER, b"k" * 16, "y" * 10_000)
+    pair.to_p(ev.AbortReceived(pair.d_id, long))
+    assert pair.p.counters["abort.bad"] == 1
