@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import NamedTuple
 
 import msgpack
@@ -96,12 +96,16 @@ class Content:
             raise ValueError(f"expected 0..{self.num_tokens} tokens, got {num_tokens}")
         if self._digest[0] == num_tokens:
             return self._digest[1]
-        ids = array("I", self._token_ids[:num_tokens])
+        tokens = self._token_ids
+        if len(tokens) > 2 * num_tokens:
+            tokens = tokens[:num_tokens]  # else cheaper to convert a little too much than to copy
+        ids = array("I", tokens)
         if sys.byteorder == "big":
             ids.byteswap()
-        h = blake2b(self._identity, digest_size=DIGEST_BYTES)
+        # SHA-256, not BLAKE2: every request is hashed on both sides, and servers do it in hardware.
+        h = sha256(self._identity)
         h.update(num_tokens.to_bytes(8, "little"))
-        h.update(ids)
+        h.update(memoryview(ids)[:num_tokens])
         self._digest = (num_tokens, h.digest())
         return self._digest[1]
 

@@ -74,7 +74,8 @@ class DecodeCore(TryLayer):
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"expected an event of D, got {type(event).__name__}")
-        self._now_s = max(now_s, self._now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
         handler(event)
         effects, self._effects = self._effects, []
         return effects

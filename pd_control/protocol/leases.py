@@ -31,6 +31,8 @@ class LeaseKind(enum.Enum):
     LOAD = "load"  # D: destination of a transfer
     SAVE = "save"  # KV being written to a store
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code
+
 
 @dataclass(slots=True)
 class Lease:

@@ -83,7 +83,8 @@ class PrefillCore(PeerLayer):
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"expected an event of P, got {type(event).__name__}")
-        self._now_s = max(now_s, self._now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
         handler(event)
         if self._attach or self._frozen:
             self._flush_sends()

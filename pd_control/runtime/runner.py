@@ -51,6 +51,8 @@ class CoreRunner:
     ) -> None:
         self.name = name
         self.core = core
+        self._handle = core.handle  # bound once: they are called for every event
+        self._next_deadline = core.next_deadline
         self._executors = dict(executors)
         self._fail = fail
         self._loop = loop
@@ -66,11 +68,12 @@ class CoreRunner:
         """Take one event. Never raises; after `close` or a failure it goes nowhere."""
         if self._is_closed:
             return
-        self._queue.append(event)
         if self._is_running:
+            self._queue.append(event)
             return
         self._is_running = True
         try:
+            self._one(event)
             while self._queue:
                 self._one(self._queue.popleft())
         except Exception as error:
@@ -79,18 +82,20 @@ class CoreRunner:
             self._fail(f"{self.name} core: {type(error).__name__}: {error}", error)
         finally:
             self._is_running = False
-        if not self._is_closed:
-            self._arm()
+        at_s = self._next_deadline()
+        # Usually nothing is new: the timer in place comes first, and then looks again.
+        if at_s is not None and (self._timer_at_s is None or at_s < self._timer_at_s):
+            self._arm(at_s)
 
     def _one(self, event: Any) -> None:
         self.num_events += 1
-        for effect in self.core.handle(event, self._clock_s()):
-            self._executors[type(effect)](effect)
+        executors = self._executors
+        for effect in self._handle(event, self._clock_s()):
+            executors[type(effect)](effect)
 
-    def _arm(self) -> None:
-        at_s = self.core.next_deadline()
-        if at_s is None or (self._timer_at_s is not None and self._timer_at_s <= at_s):
-            return  # nothing waits, or the timer in place comes first and then looks again
+    def _arm(self, at_s: float) -> None:
+        if self._is_closed:
+            return
         if self._timer is not None:
             self._timer.cancel()
         loop = self._loop if self._loop is not None else asyncio.get_running_loop()
@@ -100,12 +105,12 @@ class CoreRunner:
     def _tick(self) -> None:
         self._timer = None
         self._timer_at_s = None
-        at_s = self.core.next_deadline()
+        at_s = self._next_deadline()
         # Timers of the loop may fire a little early on its coarser clock; a tick must not.
         if at_s is not None and at_s <= self._clock_s():
             self.post(ev.Tick())
-        else:
-            self._arm()
+        elif at_s is not None:
+            self._arm(at_s)
 
     def close(self) -> None:
         """Nothing more is handled. Idempotent."""
