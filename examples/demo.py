@@ -113,7 +113,8 @@ class Demo:
             engine_args=["--blocks", str(blocks), "--step-tokens", "1024"],
             on_start=lambda name: self._say(f"starting {name}"),
         )
-        self.items = make_items(self.tokenizer, 4000 if self.model != "tiny" else 3000)
+        longest = args.longest or (4000 if self.model != "tiny" else 3000)
+        self.items = make_items(self.tokenizer, longest)
         self._status: Any = None
 
     def _say(self, text: str) -> None:
@@ -359,6 +360,7 @@ def main() -> int:
     )
     parser.add_argument("--p-tp", type=int, default=1, help="worker processes of P (1 or 3)")
     parser.add_argument("--d-tp", type=int, default=1, help="worker processes of D (1 or 3)")
+    parser.add_argument("--longest", type=int, default=0, help="cut prompts to so many tokens")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return asyncio.run(_main(parser.parse_args()))
 
