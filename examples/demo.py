@@ -85,10 +85,10 @@ def make_items(tokenizer: Tokenizer, longest: int) -> list[Item]:
         Item("shared prefix, again", shared + tokenizer.encode("\nThe last thing to mend is")),
         Item("single mode", passage(4, 300, tokenizer, question), mode="single"),
         Item("aborted half way", passage(5, 150, tokenizer), max_tokens=200, abort=True),
-        Item("700", passage(6, 700, tokenizer, question)),
-        Item("1500", passage(7, min(longest, 1500), tokenizer, question)),
-        Item("2500", passage(8, min(longest, 2500), tokenizer, question)),
-        Item("4000", passage(9, min(longest, 4000), tokenizer, question), max_tokens=16),
+        Item("500", passage(6, 500, tokenizer, question)),
+        Item("1000", passage(7, min(longest, 1000), tokenizer, question)),
+        Item("2000", passage(8, min(longest, 2000), tokenizer, question), max_tokens=16),
+        Item("3000", passage(9, min(longest, 3000), tokenizer, question), max_tokens=12),
     ]
 
 
@@ -105,15 +105,22 @@ class Demo:
         self.model = args.model or ("smollm2" if smollm2_path() else "tiny")
         self.spec = read_spec(self.model)
         self.tokenizer = load_tokenizer(self.model)
-        blocks = 1024 if self.model != "tiny" else 640
+        blocks = 640  # 10,240 tokens
         self.cluster = Cluster(
             model=self.model,
             p_tp=args.p_tp,
             d_tp=args.d_tp,
-            engine_args=["--blocks", str(blocks), "--step-tokens", "1024"],
+            engine_args=[
+                "--blocks",
+                str(blocks),
+                "--step-tokens",
+                "1024",
+                "--threads",
+                str(args.threads),
+            ],
             on_start=lambda name: self._say(f"starting {name}"),
         )
-        longest = args.longest or (4000 if self.model != "tiny" else 3000)
+        longest = args.longest or 3000
         self.items = make_items(self.tokenizer, longest)
         self._status: Any = None
 
@@ -360,6 +367,7 @@ def main() -> int:
     )
     parser.add_argument("--p-tp", type=int, default=1, help="worker processes of P (1 or 3)")
     parser.add_argument("--d-tp", type=int, default=1, help="worker processes of D (1 or 3)")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads a worker")
     parser.add_argument("--longest", type=int, default=0, help="cut prompts to so many tokens")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return asyncio.run(_main(parser.parse_args()))
