@@ -165,9 +165,9 @@ class DecodeState:
         """Names this D request among the takers of P's: the key of its first try."""
         return self._transfer_id(request, 0).key()
 
-    def _info(self, request: DRequest) -> DInfo:
+    def _info(self, request: DRequest, packed: bytes | None = None) -> DInfo:
         if not request.digest:
-            request.digest = request.request.content.digest(request.wanted_end)
+            request.digest = request.request.content.digest(request.wanted_end, packed)
         return DInfo(
             self.me.instance,
             self.me.incarnation,

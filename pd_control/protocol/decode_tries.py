@@ -122,15 +122,16 @@ class TryLayer(LinkLayer):
 
     def _call(self, request: DRequest, peer: Peer) -> None:
         assert request.peer_id is not None
-        info = self._info(request)
         message: Prefill | TransferKv
         if self._is_dual(request):
+            info = self._info(request)
             message = TransferKv(request.link_id, request.request.remote_request_id, info)
         else:
             content = request.request.content
-            token_ids = tuple(content.token_ids[: content.num_tokens])
+            tokens = content.packed()
+            info = self._info(request, tokens)
             payload = request.request.payload
-            message = Prefill(request.link_id, info, token_ids, content.identity, payload)
+            message = Prefill(request.link_id, info, tokens, content.identity, payload)
         request.call_id = self._call_id()
         request.called = True
         peer.num_calls += 1

@@ -35,7 +35,8 @@ def request_view(core: DecodeState, request: DRequest, now_s: float) -> dict[str
         "request_id": request.request_id,
         "side": "D",
         "mode": request.mode.name,
-        "remote_request_id": request.request.remote_request_id or prefill_request_id(transfer_id),
+        "remote_request_id": request.request.remote_request_id
+        or prefill_request_id(request.request_id, transfer_id.key()),
         "state": request.state.name,
         "outcome": None if request.outcome is None else request.outcome.name,
         "code": request.code.name,

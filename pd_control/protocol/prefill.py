@@ -26,7 +26,7 @@ from pd_control.protocol.prefill_state import (
     PTransfer,
     TimerKey,
 )
-from pd_control.protocol.prefill_view import inspect_request, snapshot
+from pd_control.protocol.prefill_view import ended_transfer, inspect_request, snapshot
 from pd_control.protocol.ranks import rank_pairs
 from pd_control.protocol.settings import Settings
 
@@ -130,6 +130,10 @@ class PrefillCore(PeerLayer):
     def inspect(self, request_id: str, now_s: float) -> dict[str, Any] | None:
         """Everything about one live request (R10), or None."""
         return inspect_request(self, request_id, now_s)
+
+    def ended(self, key: bytes, now_s: float) -> dict[str, Any] | None:
+        """Of a transfer that is over: its outcome and which way it went, for `tombstone_s`; or None."""
+        return ended_transfer(self, key, now_s)
 
     def snapshot(self, now_s: float, after: str = "", limit: int = 500) -> dict[str, Any]:
         """Counters, tables' sizes, and a page of live requests in order of their ids."""

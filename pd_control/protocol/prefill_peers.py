@@ -25,7 +25,7 @@ from pd_control.protocol.events import (
 )
 from pd_control.protocol.p_transfer import PTransferState
 from pd_control.protocol.prefill_requests import RequestLayer
-from pd_control.protocol.prefill_state import ADMIT, PARK, Link, PRequest, PTransfer
+from pd_control.protocol.prefill_state import ADMIT, PARK, Ended, Link, PRequest, PTransfer
 
 
 class PeerLayer(RequestLayer):
@@ -80,11 +80,11 @@ class PeerLayer(RequestLayer):
         link = self._admissible(event.call_ref, event.peer, message.link_id, message.info, key)
         if link is None:
             return
-        content = Content(message.token_ids, message.identity)
+        content = Content.unpack(message.tokens, message.identity)
         if content.digest(message.info.max_tokens) != message.info.digest:
             self._refuse(event.call_ref, Code.BAD_REQUEST, "content digest differs from the tokens")
             return
-        request_id = prefill_request_id(message.info.transfer_id)
+        request_id = prefill_request_id(message.info.request_id, key)
         if request_id in self._requests or request_id in self._forgetting:
             self._refuse(event.call_ref, Code.GONE, "admitted before")
             return
@@ -134,6 +134,7 @@ class PeerLayer(RequestLayer):
         problem = self._content_problem(transfer, request)
         if problem is not None:
             del self._transfers[key], link.keys[key]
+            self.counters.add("p_transfer.opened", -1)
             self._refuse(event.call_ref, Code.BAD_REQUEST, problem)
             return
         self._stop_hold(request)
@@ -151,7 +152,7 @@ class PeerLayer(RequestLayer):
             return None
         done = self._done.get(key, self._now_s)
         if done is not None:
-            self._emit(Answer(call_ref, done, "this transfer is over", self._num_queued))
+            self._emit(Answer(call_ref, done.code, "this transfer is over", self._num_queued))
             return None
         if self._aborted.pop(key, self._now_s) is not None:
             self._refuse(call_ref, Code.ABORTED, "its ABORT came first")
@@ -179,6 +180,7 @@ class PeerLayer(RequestLayer):
         link.set_ranks(info.ranks)
         transfer = PTransfer(key, info, peer, link)
         self._transfers[key] = transfer
+        self.counters.add("p_transfer.opened")
         link.keys[key] = None
         return transfer
 
@@ -198,7 +200,7 @@ class PeerLayer(RequestLayer):
         else:
             request.takers |= {taker}
             self._check_taken(request)
-        self._done.put(key, Code.OK, self._now_s)
+        self._done.put(key, Ended(Code.OK), self._now_s)
         self.counters.add("p_transfer.empty")
         self._emit(Answer(call_ref, Code.OK, "", self._num_queued))
 

@@ -278,7 +278,7 @@ class RequestLayer(StepLayer):
         reason = f"rank {rank}: {reason}"
         self._emit(VoidRankKv(rank, incarnation))
         for transfer in list(self._transfers.values()):
-            transfer.drop_reader(rank)
+            self._drop_reader(transfer, rank)
         for request in list(self._requests.values()):
             if request.planned_end > 0:
                 self._void(request, Code.PEER_LOST, reason, tell_engine=True)

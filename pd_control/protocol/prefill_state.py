@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pd_control.codes import Code
 from pd_control.ids import Content, PeerId, TransferId
@@ -43,6 +44,15 @@ PARK = "park"
 QUEUE = "queue"
 SEND = "send"
 DRAIN = "drain"
+
+
+class Ended(NamedTuple):
+    """What is remembered of a transfer that is over: answers to repeats, and to `pdctl`."""
+
+    code: Code
+    message: str = ""
+    ways: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
 
 
 class Link:
@@ -100,6 +110,7 @@ class PTransfer:
         "offered_residence",
         "parked_for",
         "peer",
+        "refusals",
         "repair",
         "request",
         "sent_end",
@@ -143,6 +154,7 @@ class PTransfer:
         self.repair = NO_RANKS  # ranks that refused; frozen once complete
         self.wait_steps = NO_STEPS  # unfinished steps behind the loop's own send
         self.ways: tuple[str, ...] = ()  # how it went: "step 7", "substep 7.2", "frozen"
+        self.refusals: tuple[str, ...] = ()  # which rank refused it: "substep 7.2 by rank 1"
         self.deadline_name = ""
         self.code = Code.OK
         self.message = ""
@@ -168,10 +180,15 @@ class PTransfer:
     def is_reader(self, rank: int) -> bool:
         return rank in self.submitted or rank in self.tentative
 
-    def drop_reader(self, rank: int) -> None:
-        self.submitted -= {rank}
-        self.tentative -= {rank}
-        self.repair -= {rank}
+    @property
+    def last_way(self) -> str:
+        """Kind of the send that closed it, repairs apart: step, substep, frozen; nothing, if there was
+        nothing to send."""
+        for way in reversed(self.ways):
+            kind = way.partition(" ")[0]
+            if kind != "repair":
+                return kind
+        return "nothing"
 
     def send(self) -> Send:
         """The loop's own send of all that the core thread has not planned."""
@@ -317,7 +334,7 @@ class PrefillState:
         self._last_step = 0
         self._num_queued = 0  # transfers in QUEUED
         self._num_parked = 0  # transfers in PARKED
-        self._done: TimedTable[bytes, Code] = TimedTable(
+        self._done: TimedTable[bytes, Ended] = TimedTable(
             deadlines.tombstone_s, limits.max_tombstones
         )
         self._gone: TimedTable[str, str] = TimedTable(deadlines.tombstone_s, limits.max_tombstones)
@@ -348,6 +365,17 @@ class PrefillState:
             self._num_queued += 1
         transfer.state = after
         return True
+
+    def _drop_reader(self, transfer: PTransfer, rank: int) -> None:
+        """`rank` reads nothing for the transfer, nor will: it is dead or has answered."""
+        if rank in transfer.tentative:
+            self.counters.add("substeps.withdrawn")
+        if rank in transfer.repair:
+            self.counters.add("repairs.dropped")
+        gone = {rank}
+        transfer.submitted -= gone
+        transfer.tentative -= gone
+        transfer.repair -= gone
 
     def _set_deadline(self, transfer: PTransfer, name: str, wait_s: float) -> None:
         transfer.deadline_name = name

@@ -157,12 +157,18 @@ class StepLayer(TransferLayer):
         item = Substep(self.me.incarnation, record.step, number, sends)
         for rank in sorted(record.ranks_left):
             self._emit(WorkerNews(rank, self._workers[rank], item))
+        pushed = missed = 0
         for transfer in transfers:
             sources = self._source_ranks(transfer)
             transfer.tentative |= sources & record.ranks_left
             transfer.repair |= sources - record.ranks_left  # they have frozen this step
+            pushed += len(transfer.tentative)
+            missed += len(transfer.repair)
             transfer.ways = (*transfer.ways[:-1], f"substep {record.step}.{number}")
         self.counters.add("sends.substep", len(transfers))
+        self.counters.add("substeps.pushed", pushed)
+        if missed:
+            self.counters.add("substeps.missed", missed)
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -258,6 +264,8 @@ class StepLayer(TransferLayer):
                     continue
                 if ack is None:
                     self.counters.add("substeps.unknown")
+                    transfer.tentative -= {rank}
+                    transfer.submitted |= {rank}  # for all we know
                     self._fail(
                         transfer,
                         Code.TIMEOUT,
@@ -270,9 +278,11 @@ class StepLayer(TransferLayer):
                 else:
                     self.counters.add("substeps.refused")
                     transfer.tentative -= {rank}
+                    transfer.refusals += (f"substep {record.step}.{number} by rank {rank}",)
                     if transfer.live:
                         transfer.repair |= {rank}
                     else:
+                        self.counters.add("repairs.dropped")
                         self._check_drained(transfer)
 
     def _step_failed(self, record: StepRecord, code: Code, reason: str) -> None:

@@ -12,6 +12,7 @@ from pd_control.protocol.prefill_state import (
     DRAIN,
     QUEUE,
     SEND,
+    Ended,
     PrefillState,
     PRequest,
     PTransfer,
@@ -79,6 +80,7 @@ class TransferLayer(PrefillState):
         self._transfer_input(transfer, PTransferInput.ALL_SENT)
         self._final(transfer, transfer.end_token, first_token)
         self.counters.add("p_transfer.ok")
+        self.counters.add(f"ways.{transfer.last_way}")
         self._timers.cancel(transfer.key)
         self._done_with(transfer)
         self._transfer_over(request, transfer)
@@ -101,7 +103,9 @@ class TransferLayer(PrefillState):
         if transfer.state is PTransferState.DONE:
             self._done_with(transfer)
         else:
-            transfer.repair = NO_RANKS
+            if transfer.repair:
+                self.counters.add("repairs.dropped", len(transfer.repair))
+                transfer.repair = NO_RANKS
             for rank in sorted(transfer.submitted | transfer.tentative):
                 self._cancel(transfer, rank)
             self._check_drained(transfer)
@@ -111,7 +115,7 @@ class TransferLayer(PrefillState):
     def _cancel(self, transfer: PTransfer, rank: int) -> None:
         incarnation = self._workers.get(rank)
         if incarnation is None:
-            transfer.drop_reader(rank)
+            self._drop_reader(transfer, rank)
             return
         self._set_deadline(transfer, DRAIN, self._deadlines.grant_s)
         item = CancelSend(transfer.key, transfer.code)
@@ -132,7 +136,8 @@ class TransferLayer(PrefillState):
         """DONE: nothing of it is left but a tombstone that answers repeats."""
         key = transfer.key
         del self._transfers[key]
-        self._done.put(key, transfer.code, self._now_s)
+        ended = Ended(transfer.code, transfer.message, transfer.ways, transfer.refusals)
+        self._done.put(key, ended, self._now_s)
         link = self._links.get(transfer.peer.instance)
         if link is not None:
             link.keys.pop(key, None)
@@ -143,7 +148,7 @@ class TransferLayer(PrefillState):
 
     def _reader_gone(self, transfer: PTransfer, rank: int) -> None:
         """Proof that `rank` reads nothing for this transfer."""
-        transfer.drop_reader(rank)
+        self._drop_reader(transfer, rank)
         self._check_drained(transfer)
         if transfer.request is not None:
             self._readers_gone(transfer.request)
@@ -163,7 +168,7 @@ class TransferLayer(PrefillState):
         if event.target_rank is None:
             if transfer.live:
                 code = event.code if event.code is not Code.OK else Code.INTERNAL
-                transfer.drop_reader(rank)
+                self._drop_reader(transfer, rank)
                 self._fail(transfer, code, f"rank {rank} gave the transfer up: {event.detail}")
             else:
                 self._reader_gone(transfer, rank)
@@ -174,11 +179,12 @@ class TransferLayer(PrefillState):
             self.counters.add(f"send_done.{verdict.value}")
             return
         if rank in transfer.tentative:  # faster than the step's own report: it was taken
+            self.counters.add("substeps.taken")
             transfer.tentative -= {rank}
             transfer.submitted |= {rank}
         if verdict is Verdict.FAILED and transfer.live:
             if not transfer.completion.rank_missing(rank):
-                transfer.drop_reader(rank)
+                self._drop_reader(transfer, rank)
             self._fail(
                 transfer,
                 event.code,

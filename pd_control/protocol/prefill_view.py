@@ -6,8 +6,10 @@ planned steps end), `complete_tokens` (successful on every rank), `waits_for_ste
 `deadline` {name, in_s} or None (the engine's, or a transfer's below), `transfers`.
 
 A transfer: `transfer` (its id), `key`, `peer`, `state`, `code`, `message`, `tokens` [first, end),
-`sent_tokens`, `ways` (in order), `readers`, `tentative`, `refused` (ranks), `missing` (pairs of own
-rank and target rank), `deadline`.
+`sent_tokens`, `ways` (in order), `refusals` (of substeps, by rank), `readers`, `tentative`, `refused` (ranks
+that a repair is still owed to), `missing` (pairs of own rank and target rank), `deadline`.
+
+A transfer that is over: `key`, `code`, `message`, `ways`, `refusals`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def transfer_view(core: PrefillState, transfer: PTransfer, now_s: float) -> dict
         "tokens": [transfer.first_token, transfer.end_token],
         "sent_tokens": transfer.sent_end,
         "ways": list(transfer.ways),
+        "refusals": list(transfer.refusals),
         "readers": sorted(transfer.submitted),
         "tentative": sorted(transfer.tentative),
         "refused": sorted(transfer.repair),
@@ -105,6 +108,20 @@ def inspect_request(core: PrefillState, request_id: str, now_s: float) -> dict[s
         "side": "P",
         "state": "UNKNOWN",
         "transfers": [transfer_view(core, t, now_s) for t in parked.values()],
+    }
+
+
+def ended_transfer(core: PrefillState, key: bytes, now_s: float) -> dict[str, Any] | None:
+    """What is remembered of a transfer that is over, or None."""
+    ended = core._done.get(key, now_s)
+    if ended is None:
+        return None
+    return {
+        "key": key.hex(),
+        "code": ended.code.name,
+        "message": ended.message,
+        "ways": list(ended.ways),
+        "refusals": list(ended.refusals),
     }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pd_control.protocol.books import imbalances
+
 #: Requests looked at in one snapshot; far above what a seed holds.
 ALL = 1_000_000
 
@@ -23,6 +25,21 @@ def waits_for_ever(core: Any, now_s: float) -> str:
     fatal = bool(snapshot["counters"].get("fatal.cancel_not_answered"))
     problems = [_request_problem(view, snapshot["side"], fatal) for view in snapshot["requests"]]
     return "; ".join(p for p in problems if p)
+
+
+def books_problem(core: Any, now_s: float) -> str:
+    """What of P's counters does not add up, "" if all does; for a core that is idle."""
+    snapshot = core.snapshot(now_s, limit=ALL)
+    transfers = [t for view in snapshot["requests"] for t in view["transfers"]]
+    live = [t for t in transfers if t["state"] not in ("DRAINING", "DONE")]
+    return "; ".join(
+        imbalances(
+            snapshot["counters"],
+            len(live) + snapshot["tables"]["parked"],
+            sum(len(t["tentative"]) for t in transfers),
+            sum(len(t["refused"]) for t in transfers),
+        )
+    )
 
 
 def _request_problem(view: dict[str, Any], side: str, fatal: bool) -> str:

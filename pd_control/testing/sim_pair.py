@@ -41,7 +41,7 @@ from pd_control.protocol.leases import LeaseKind, LeaseTable
 from pd_control.protocol.planner import ScheduledRequest, StepPlanner
 from pd_control.protocol.prefill import PrefillCore
 from pd_control.protocol.settings import Settings
-from pd_control.testing.sim_checks import waits_for_ever
+from pd_control.testing.sim_checks import books_problem, waits_for_ever
 from pd_control.testing.sim_pair_parts import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -606,6 +606,8 @@ class Pair:
         for name, core in (("P", self.p), ("D", self.d)):
             if not core.is_idle():
                 raise Violation("quiescence", f"{name} is not idle: {core.snapshot(self.now_s)}")
+        if problem := books_problem(self.p, self.now_s):
+            raise Violation("books", problem)
         if len(self.leases):
             raise Violation("quiescence", f"D leases left: {list(self.leases)}")
         if not self.planner.is_idle() or self.planner.num_requests:

@@ -11,6 +11,7 @@ from pd_control.messages import Target
 from pd_control.protocol.events import DecodeRequest, Mode, OnFailure, PeerFound, PeerGone
 from pd_control.protocol.ranks import rank_pairs
 from pd_control.protocol.settings import Deadlines, Generation, Limits, Settings
+from pd_control.testing.sim_checks import books_problem
 from pd_control.testing.sim_clock import EventQueue
 from pd_control.testing.sim_decode import SimDecode
 from pd_control.testing.sim_engine import SimRequest
@@ -483,6 +484,10 @@ class World:
             fail(f"undrained commands in {instance.side.mailbox!r}")
         if not instance.core.is_idle():
             fail(f"core is not idle: {instance.core.snapshot(now_s)}")
+        if isinstance(instance, SimPrefill):
+            problem = books_problem(instance.core, now_s)
+            if problem:
+                raise Violation("books", f"{name}: {problem}")
         snapshot = instance.core.snapshot(now_s)
         left_over = {k: v for k, v in snapshot["tables"].items() if v and k not in MAY_REMAIN}
         if left_over or snapshot.get("steps"):
