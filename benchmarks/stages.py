@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_control.cli.endpoints import Asker
-from pd_control.cli.look import stage_events
+from pd_control.cli.stages import collect_events, stage_times
 from pd_control.trace import Stage
 
 
@@ -15,17 +15,8 @@ async def stages_of(endpoints: Sequence[str], request_id: str) -> dict[Stage, li
 
     ``request_id`` is D's; P's events are joined by the transfer key.
     """
-    points: dict[Stage, list[float]] = {stage: [] for stage in Stage}
     async with Asker(endpoints) as asker:
-        answers = [a for a in await asker.ask_all("events", limit=1000) if a.ok]
-    every = [
-        (e, e.at_ns + a.body["clock_offset_ns"]) for a in answers for e in stage_events(a.body)
-    ]
-    keys = {e.key for e, _ in every if e.request_id == request_id and e.key}
-    for event, at_ns in every:
-        if event.request_id == request_id or event.key in keys:
-            points[event.stage].append(at_ns / 1e9)
-    return {stage: sorted(times) for stage, times in points.items()}
+        return stage_times(await collect_events(asker))[request_id]
 
 
 def machine() -> dict[str, Any]:

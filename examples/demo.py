@@ -24,13 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from pd_control.cli.act import collect_events, perfetto
 from pd_control.cli.endpoints import Asker
 from pd_control.cli.load import Job, Result, complete
+from pd_control.cli.stages import SideEvents, collect_events, hand_off_s, perfetto, stage_times
 from pd_control.reference.checkpoint import read_spec, smollm2_path
 from pd_control.reference.cluster import Cluster, ClusterError
 from pd_control.reference.tokenizer import Tokenizer, load_tokenizer
-from pd_control.trace import Stage, TraceEvent
+from pd_control.trace import Stage
 
 OUTPUT = Path("build/demo")
 BYTES_PER_VALUE = 4  # the reference engine computes and keeps KV in float32 on a CPU
@@ -122,6 +122,7 @@ class Demo:
         )
         longest = args.longest or 3000
         self.items = make_items(self.tokenizer, longest)
+        self.sides: list[SideEvents] = []
         self._status: Any = None
 
     def _say(self, text: str) -> None:
@@ -147,9 +148,9 @@ class Demo:
         async with aiohttp.ClientSession() as http:
             await self._stream_one(http)
             await self._run_all(http)
+        leaked = await self._pinned()  # the last acknowledgements are in: so are their events
         await self._take_stages()
-        leaked = await self._pinned()
-        path = await self._write_trace()
+        path = save_trace(perfetto(self.sides))
         return self._report(time.monotonic() - began, leaked, path)
 
     async def _start(self) -> None:
@@ -226,21 +227,18 @@ class Demo:
     async def _take_stages(self) -> None:
         """Durations of each request, from the stage events of P and D on one clock."""
         async with Asker(self.cluster.endpoints) as asker:
-            sides = await collect_events(asker)
-        merged: list[tuple[int, TraceEvent]] = sorted(
-            ((e.at_ns + offset, e) for _, _, offset, events in sides for e in events),
-            key=lambda pair: pair[0],
-        )
+            self.sides = await collect_events(asker)
+        times = stage_times(self.sides)
         for item in self.items:
-            name = item.split.request_id if item.split else ""
-            keys = {e.key for _, e in merged if e.request_id == name and e.key}
-            mine = [(at, e) for at, e in merged if e.request_id == name or e.key in keys]
-            at = {stage: [t for t, e in mine if e.stage is stage] for stage in Stage}
+            at = times.get(item.split.request_id if item.split else "")
+            if at is None:
+                continue
             ready = at[Stage.LAYERS_READY] or at[Stage.PLANNED]
             if at[Stage.TAKEN_OVER] and ready:
-                item.stages["prefill"] = (max(ready) - at[Stage.TAKEN_OVER][0]) / 1e9
-            if at[Stage.ADMITTED] and ready:
-                item.stages["wait"] = (at[Stage.ADMITTED][-1] - max(ready)) / 1e9
+                item.stages["prefill"] = max(ready) - at[Stage.TAKEN_OVER][0]
+            hand_off = hand_off_s(at)
+            if hand_off is not None:
+                item.stages["wait"] = hand_off[0]
 
     async def _pinned(self) -> int:
         """Blocks that are still leased anywhere, after every request has ended. Leases of an abort end
@@ -256,11 +254,6 @@ class Demo:
                     return 0
                 await asyncio.sleep(0.1)
         return pinned
-
-    async def _write_trace(self) -> Path:
-        async with Asker(self.cluster.endpoints) as asker:
-            sides = await collect_events(asker)
-        return save_trace(perfetto(sides))
 
     # -- the report ----------------------------------------------------------------------------------
 
@@ -342,7 +335,8 @@ def _time(value: float | None) -> str:
 
 
 async def _main(args: argparse.Namespace) -> int:
-    out = Console(stderr=args.json)
+    stream = sys.stderr if args.json else sys.stdout
+    out = Console(file=stream, width=None if stream.isatty() else 110)
     demo = Demo(args, out)
     task = asyncio.ensure_future(demo.run())
     loop = asyncio.get_running_loop()

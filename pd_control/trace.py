@@ -130,6 +130,19 @@ class Trace:
         slots.sort(key=lambda s: (s[0], s[1]))
         return [TraceEvent(s[0], Stage(s[1]), s[2], s[3], s[4], s[5]) for s in slots]
 
+    def page(self, start: int, limit: int) -> tuple[list[TraceEvent], int]:
+        """At most `limit` events as they were recorded, from number `start` on, and the number at which
+        the next page starts. Any thread; costs what the page holds, whatever the ring does.
+
+        Numbers count from 0 and never repeat; what is overwritten already is passed over. A page that
+        starts at `recorded` is empty.
+        """
+        end = self.recorded
+        first = max(start, end - self._capacity)
+        stop = max(first, min(end, first + limit))
+        slots = (self._ring[i % self._capacity] for i in range(first, stop))
+        return [TraceEvent(s[0], Stage(s[1]), *s[2:]) for s in slots if s is not None], stop
+
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:

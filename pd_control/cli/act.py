@@ -7,7 +7,6 @@ import asyncio
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ from pd_control.cli.look import (
     deadline_of,
     make_table,
     seconds,
-    stage_events,
 )
 from pd_control.cli.options import (
     NO,
@@ -36,7 +34,7 @@ from pd_control.cli.options import (
     print_json,
     run,
 )
-from pd_control.trace import chrome_events
+from pd_control.cli.stages import SideEvents, collect_events, make_sides, perfetto
 
 #: Processes on one machine share a clock; more than this between two says that they do not.
 MAX_CLOCK_OFFSET_S = 0.05
@@ -47,53 +45,10 @@ STUCK_AFTER_S = 30.0
 # -- trace ---------------------------------------------------------------------------------------------
 
 
-def perfetto(sides: list[tuple[str, int, int, list[Any]]]) -> dict[str, Any]:
-    """Chrome/Perfetto JSON of several processes on one clock: the stages as instants, and on one
-    track a request the time between them as slices.
-
-    ``sides`` are (name, pid, clock offset in ns, events).
-    """
-    out: list[dict[str, Any]] = []
-    for name, pid, offset_ns, events in sides:
-        out += chrome_events(name, pid, offset_ns, events)
-    by_request: dict[str, list[tuple[float, str, str]]] = {}
-    keys: dict[bytes, str] = {}
-    for _, _, _, events in sides:
-        for e in events:
-            if e.key and e.request_id:
-                keys.setdefault(e.key, e.request_id)
-    for name, _, offset_ns, events in sides:
-        for e in events:
-            request = keys.get(e.key) or e.request_id
-            if request:
-                at_us = (e.at_ns + offset_ns) / 1000
-                by_request.setdefault(request, []).append((at_us, e.stage.label, name))
-    out.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "requests"}})
-    ordered = sorted(by_request.items(), key=lambda item: min(item[1]))
-    for track, (request, points) in enumerate(ordered, 1):
-        out.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": request}}
-        )
-        points.sort()
-        for (start, before, _), (end, after, where) in pairwise(points):
-            out.append(
-                {
-                    "ph": "X", "pid": 0, "tid": track, "ts": start, "dur": max(end - start, 0.001),
-                    "name": f"{before} → {after}", "cat": "stage", "args": {"at": where},
-                }
-            )  # fmt: skip
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
-
-
-async def collect_events(asker: Asker) -> list[tuple[str, int, int, list[Any]]]:
-    """Every stage event that the processes still have."""
-    processes = await asker.ask_all("process")
-    events = await asker.ask_all("events", limit=1_000_000)
-    return [
-        (p.body["instance"], p.body["pid"], e.body["clock_offset_ns"], stage_events(e.body))
-        for p, e in zip(processes, events, strict=True)
-        if p.ok and e.ok
-    ]
+async def request_events(asker: Asker, request_id: str) -> list[SideEvents]:
+    """The stage events of one request, process by process."""
+    found = await collect_request(asker, request_id)
+    return make_sides([a for a, _ in found], [b["events"] for _, b in found])
 
 
 def trace(
@@ -110,17 +65,12 @@ def trace(
     if bool(request) == every:
         fail("give a request id, or --all", USAGE)
 
-    async def main() -> list[tuple[str, int, int, list[Any]]]:
+    async def main() -> list[SideEvents]:
         async with make_asker(endpoint, state_dir, secret_file) as asker:
-            if every:
-                return await collect_events(asker)
-            return [
-                (a.body["instance"], a.body["pid"], a.body["clock_offset_ns"], stage_events(b))
-                for a, b in await collect_request(asker, request)
-            ]
+            return await (collect_events(asker) if every else request_events(asker, request))
 
     sides = run(main)
-    count = sum(len(events) for _, _, _, events in sides)
+    count = sum(len(side.events) for side in sides)
     if not count:
         fail("no stage event is left of " + (repr(request) if request else "any request"))
     import json

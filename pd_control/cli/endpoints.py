@@ -140,22 +140,22 @@ class Asker:
         return list(await asyncio.gather(*(self.ask(e, what, **fields) for e in self.endpoints)))
 
     async def pages(
-        self, endpoint: str, what: str, key: str, next_of: Any, **fields: Any
-    ) -> tuple[list[dict[str, Any]], str]:
+        self, endpoint: str, what: str, key: str, next_of: Any, *, after: str = "", **fields: Any
+    ) -> tuple[list[Any], str]:
         """Every row of a paged list, and the error that ended it early, if one did.
 
-        ``next_of(body)`` gives the cursor of the next page, "" at the end.
+        ``after`` is the first page's cursor; ``next_of(body)`` gives the next one's, "" at the end.
         """
-        rows: list[dict[str, Any]] = []
-        after = ""
+        rows: list[Any] = []
         for _ in range(MAX_PAGES):
             answer = await self.ask(endpoint, what, after=after, **fields)
             if not answer.ok:
                 return rows, "" if answer.code == "NOT_FOUND" else answer.error
             rows += answer.body[key]
-            after = next_of(answer.body)
-            if not after:
+            following = next_of(answer.body)
+            if not following:
                 break
+            after = following
         return rows, ""
 
     async def requests(self, endpoint: str, side: str) -> tuple[list[dict[str, Any]], str]:
@@ -170,6 +170,12 @@ class Asker:
     async def leases(self, endpoint: str, side: str) -> tuple[list[dict[str, Any]], str]:
         return await self.pages(
             endpoint, "leases", "leases", lambda body: str(body["after"]), side=side
+        )
+
+    async def events(self, endpoint: str) -> tuple[list[Any], str]:
+        """All stage events that a process still holds, as they came over the wire."""
+        return await self.pages(
+            endpoint, "events", "events", lambda body: str(body["after"]), after="0", limit=500
         )
 
     async def abort(self, endpoint: str, request_id: str) -> tuple[bool, str]:

@@ -26,7 +26,8 @@ from pd_control.cli.options import (
     print_json,
     run,
 )
-from pd_control.trace import Stage, TraceEvent, missing_stages, timeline
+from pd_control.cli.stages import parse_events
+from pd_control.trace import TraceEvent, missing_stages, timeline
 
 SIDES = ("prefill", "decode")
 
@@ -189,7 +190,8 @@ async def collect_request(asker: Asker, request_id: str) -> list[tuple[Answer, d
 
 
 def stage_events(body: dict[str, Any]) -> list[TraceEvent]:
-    return [TraceEvent(e[0], Stage(e[1]), e[2], e[3], e[4], e[5]) for e in body.get("events", ())]
+    """The events in the answer to a question about a request, or about events."""
+    return parse_events(body.get("events", ()))
 
 
 def view_lines(view: dict[str, Any], leases: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ stable: new ones are added, none is renamed or removed within a version of the f
   request     everything about one request, of both sides, with its stage events
   leases      a page of leases: who holds which blocks and why
   workers     the ranks
-  events      the latest stage events of all requests
+  events      stage events of all requests: the latest, or page by page all that are still held
   config      the configuration, secrets masked
 """
 
@@ -238,10 +238,13 @@ class Inspector:
         return {"workers": self._runtime.workers.snapshot()}
 
     def _events(self, request: InspectRequest) -> dict[str, Any]:
-        events = self._runtime.trace.events()[-self._limit(request) :]
+        trace, limit = self._runtime.trace, self._limit(request)
+        start = int(request.after) if request.after.isdecimal() else trace.recorded - limit
+        events, stop = trace.page(max(0, start), limit)
         return {
             "events": [event_fields(e) for e in events],
-            "clock_offset_ns": self._runtime.trace.clock_offset_ns,
+            "clock_offset_ns": trace.clock_offset_ns,
+            "after": str(stop) if stop < trace.recorded else "",
         }
 
     def _config(self, _: InspectRequest) -> dict[str, Any]:

@@ -143,6 +143,24 @@ def test_looking_changes_nothing(live: tuple[Node, Node, InspectClient]) -> None
     assert num_events() - events_before <= 1
 
 
+def test_stage_events_come_in_pages_from_the_oldest_on(
+    live: tuple[Node, Node, InspectClient],
+) -> None:
+    p, _, inspect = live
+    latest = inspect.ask(p.address, "events")
+    assert set(latest) == documented("events") - {"0"}
+    assert latest["after"] == "", "the latest page is the last one"
+    assert inspect.ask(p.address, "events", limit=2)["events"] == latest["events"][-2:]
+    seen, after = [], "0"
+    while after:
+        page = inspect.ask(p.address, "events", after=after, limit=2)
+        assert len(page["events"]) <= 2
+        seen += page["events"]
+        after = page["after"]
+    assert seen == latest["events"]
+    assert inspect.ask(p.address, "events", after="1000000")["events"] == []
+
+
 def test_an_operators_abort_ends_the_request() -> None:
     with Cluster() as cluster, InspectClient() as inspect:
         p, d = cluster.node("p0"), cluster.node("d0")

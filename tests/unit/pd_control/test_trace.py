@@ -57,6 +57,22 @@ def test_the_ring_forgets_the_oldest_and_counts() -> None:
         Trace(0)
 
 
+def test_pages_hold_every_event_once_and_cost_what_they_hold() -> None:
+    trace, now = make(8)
+    assert trace.page(0, 4) == ([], 0)
+    for i in range(12):
+        now[0] = i
+        trace.record(Stage.PLANNED, f"r{i}")
+    seen, start = [], 0
+    while start < trace.recorded:
+        events, start = trace.page(start, 3)
+        assert len(events) <= 3
+        seen += [e.request_id for e in events]
+    assert seen == [f"r{i}" for i in range(4, 12)], "the four oldest are overwritten"
+    assert trace.page(trace.recorded, 3) == ([], 12)
+    assert trace.page(99, 3) == ([], 99)
+
+
 def test_writers_on_several_threads_lose_nothing() -> None:
     trace = Trace(40_000)
 
