@@ -38,8 +38,8 @@ PlannerCommand = OfferTransfer | WithdrawTransfer | ForgetRequest | ReleaseLease
 class ScheduledRequest:
     """One request in the engine's schedule of one step, ours or not.
 
-    `added_block_ids` are appended per group since the request's last step; all of its blocks, hits
-    included, in its first step and in the first after a preemption.
+    `added_block_ids` are appended per group since the request's last step, () if there are none; all of
+    its blocks, hits included, in its first step and in the first after a preemption.
     """
 
     request_id: str

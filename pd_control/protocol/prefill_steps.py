@@ -196,13 +196,13 @@ class StepLayer(TransferLayer):
                 f"known: {None if request is None else request.residence}"
             )
         request.lease_id = planned.lease_id
-        if request.block_ids:
+        if not request.block_ids:
+            request.block_ids = planned.added_block_ids
+        elif any(planned.added_block_ids):
             request.block_ids = tuple(
                 old + new
                 for old, new in zip(request.block_ids, planned.added_block_ids, strict=True)
             )
-        else:
-            request.block_ids = planned.added_block_ids
         for step in planned.waits_for_steps:
             if step in self._steps:
                 request.pending.append((step, 0))

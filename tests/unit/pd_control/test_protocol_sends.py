@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd_control.codes import Code
-from pd_control.messages import CancelSend, FrozenSends, Send, Substep, Topology
+from pd_control.messages import BlockIds, CancelSend, FrozenSends, Send, Substep, Topology
 from pd_control.protocol import effects as fx
 from pd_control.protocol import events as ev
 from pd_control.protocol.errors import EngineContractError, InvariantError
@@ -220,6 +220,24 @@ def test_a_destination_mid_chunk_joins_from_the_next_main_step() -> None:
     pair.finish_step(1)
     pair.finish_step(2)
     assert not frozen(pair)
+    finish(pair, key)
+    end(pair)
+
+
+@pytest.mark.parametrize("none", [(), ((),)])
+def test_a_chunk_that_ends_in_the_block_where_it_began_adds_none(none: BlockIds) -> None:
+    """Crowded schedulers hand out chunks smaller than a block."""
+    pair = make()
+    pair.add_p_request("p-r", PROMPT)
+    key = want(pair)
+    pair.plan(ScheduledRequest("p-r", 0, 5, pair.blocks_for(5)))
+    pair.plan(ScheduledRequest("p-r", 5, 7, none))
+    plan = pair.plan(ScheduledRequest("p-r", 7, 16, pair.blocks_for(8)))
+    assert [(s.first_token, s.end_token, s.last) for s in plan.sends] == [(7, 15, True)]
+    assert [len(group) for group in plan.sends[0].src_block_ids] == [4]
+    pair.pump()
+    for step in (1, 2, 3):
+        pair.finish_step(step)
     finish(pair, key)
     end(pair)
 
