@@ -27,6 +27,7 @@ from pd_control.cli.options import (
     run,
 )
 from pd_control.cli.stages import parse_events
+from pd_control.cli.ways import WAY_COLUMNS, way_lines, way_rows
 from pd_control.trace import TraceEvent, missing_stages, timeline
 
 SIDES = ("prefill", "decode")
@@ -41,6 +42,13 @@ def seconds(value: float | None) -> str:
     if abs(value) < 1:
         return f"{value * 1e3:.0f} ms"
     return f"{value:.1f} s" if abs(value) < 120 else f"{value / 60:.0f} min"
+
+
+def make_table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return table
 
 
 def deadline_of(row: dict[str, Any]) -> tuple[str, float] | None:
@@ -76,13 +84,6 @@ def waits_for(row: dict[str, Any]) -> str:
         done, wanted = row["takers"]
         return f"{wanted - done} taker(s) to ask for it"
     return str(row.get("why_held", ""))
-
-
-def make_table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return table
 
 
 # -- ps ------------------------------------------------------------------------------------------------
@@ -175,23 +176,45 @@ def peer_ids(bodies: Iterable[dict[str, Any]]) -> set[str]:
 
 
 async def collect_request(asker: Asker, request_id: str) -> list[tuple[Answer, dict[str, Any]]]:
-    """Every process that knows the request, under its own or under its peer's id."""
+    """Every process that knows the request, under its own or under its peer's id; of one that has it no
+    more, what it remembers of its transfers, which are known by their keys."""
     known: dict[tuple[str, str], tuple[Answer, dict[str, Any]]] = {}
     processes = {a.endpoint: a for a in await asker.ask_all("process") if a.ok}
-    wanted, asked = {request_id}, set[str]()
+    wanted, asked = {(request_id, b"")}, set[tuple[str, bytes]]()
     while wanted - asked:
-        name = sorted(wanted - asked)[0]
-        asked.add(name)
-        for answer in await asker.ask_all("request", request_id=name):
-            if answer.ok and answer.endpoint in processes:
+        name, key = sorted(wanted - asked)[0]
+        asked.add((name, key))
+        for answer in await asker.ask_all("request", request_id=name, key=key):
+            if not answer.ok or answer.endpoint not in processes:
+                continue
+            _, before = known.get((answer.endpoint, name), (None, {"events": ()}))
+            if len(answer.body["events"]) >= len(before["events"]):
                 known[answer.endpoint, name] = (processes[answer.endpoint], answer.body)
-        wanted |= peer_ids(body for _, body in known.values())
-    return list(known.values())
+            if name == request_id:
+                events = stage_events(answer.body)
+                keys = {e.key for e in events if e.key and e.request_id == name}
+                wanted |= {(name, key) for key in keys}
+        wanted |= {(name, b"") for name in peer_ids(body for _, body in known.values())}
+    lives = {endpoint for (endpoint, _), (_, body) in known.items() if is_live(body)}
+    return [
+        found
+        for (endpoint, _), found in known.items()
+        if endpoint not in lives or is_live(found[1])
+    ]
+
+
+def is_live(body: dict[str, Any]) -> bool:
+    """Whether an answer about a request has it, and not only what is remembered of it."""
+    return any(body.get(side) for side in SIDES)
 
 
 def stage_events(body: dict[str, Any]) -> list[TraceEvent]:
     """The events in the answer to a question about a request, or about events."""
     return parse_events(body.get("events", ()))
+
+
+#: Fields of a transfer that `show` does not list as they are: they are in its heading or its ways.
+TRANSFER_TOLD = ("transfer", "state", "key", "deadline", "ways", "refusals", "refused")
 
 
 def view_lines(view: dict[str, Any], leases: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -230,8 +253,9 @@ def view_lines(view: dict[str, Any], leases: list[dict[str, Any]]) -> list[tuple
         lines.append(("steps to end", str(view["waits_for_steps"])))
     for transfer in view.get("transfers", ()):
         lines.append(("transfer", f"{transfer['transfer']}: {transfer['state']}"))
+        lines += [(f"  {label}", text) for label, text in way_lines(transfer)]
         for key, value in transfer.items():
-            if key not in ("transfer", "state", "key", "deadline") and value not in ("", [], None):
+            if key not in TRANSFER_TOLD and value not in ("", [], None):
                 lines.append((f"  {key.replace('_', ' ')}", _plain(value)))
     return lines
 
@@ -305,6 +329,18 @@ def show(
             out.print(Text(f"\n{view['request_id']} on {answer.body['instance']} ({side})", "bold"))
             table = Table.grid(padding=(0, 2))
             for label, text in view_lines(view, body.get(f"{side}_leases", [])):
+                table.add_row(Text(label, style="dim"), Text(text))
+            out.print(table)
+        for transfer in body.get("prefill_ended", ()):
+            out.print(
+                Text(
+                    f"\ntransfer {transfer['key'][:8]}… on {answer.body['instance']} is over",
+                    "bold",
+                )
+            )
+            table = Table.grid(padding=(0, 2))
+            outcome = f"{transfer['code']} {transfer['message']}".strip()
+            for label, text in [("outcome", outcome), *way_lines(transfer)]:
                 table.add_row(Text(label, style="dim"), Text(text))
             out.print(table)
     if rows:
@@ -424,6 +460,13 @@ def peers(
     else:
         out = console()
         out.print(peers_table(processes))
+        ways = make_table(
+            "\nWAYS", "INSTANCE", *WAY_COLUMNS, "FAILED", right=(*WAY_COLUMNS, "FAILED")
+        )
+        for cells in way_rows(processes):
+            ways.add_row(*cells)
+        if ways.row_count:
+            out.print(ways)
         table = make_table(
             "\nWORKERS", "INSTANCE", "RANK", "PID", "INCARNATION", "DATA ADDRESS", "CONNECTED",
             "UNACKED NEWS", right=("RANK", "PID", "UNACKED NEWS"),

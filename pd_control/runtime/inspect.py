@@ -213,6 +213,10 @@ class Inspector:
         events = self._runtime.trace.events(request.request_id, keys)
         if not events and not any(body.get(side) for side in SIDES):
             raise RpcError(Code.NOT_FOUND, f"no request {request.request_id!r} here")
+        if self._runtime.prefill is not None:
+            core = self._runtime.prefill_core
+            over = (core.ended(key, now_s) for key in {e.key: None for e in events if e.key})
+            body["prefill_ended"] = [transfer for transfer in over if transfer is not None]
         body["events"] = [event_fields(e) for e in events]
         body["clock_offset_ns"] = self._runtime.trace.clock_offset_ns
         return body

@@ -167,6 +167,48 @@ def _is_loading(shown: dict[str, Any]) -> bool:
     return any((p.get("decode") or {}).get("state") == "LOADING" for p in shown["processes"])
 
 
+async def test_which_way_it_went_while_it_goes_and_afterwards(farm: Farm) -> None:
+    """TRANSFER_KV arrives in the middle of a step, which a stopped worker holds open."""
+    prompt = tokens(8, 40)
+    stopped = farm.child("p").info["workers"][1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        left = asyncio.ensure_future(farm.prefill_half("p", "way", prompt))
+        row = await row_of(farm, "way", "PREFILLING")
+        step = row["waits_for_steps"][0]
+        task = decode_half(farm, "way", prompt)
+        await row_of(farm, "way-d", "LOADING")
+        shown = await pdctl(farm, "show", "way-d", "--json")
+        p = next(b for b in shown["processes"] if b["instance"] == "p")
+        (transfer,) = p["prefill"]["transfers"]
+        assert transfer["ways"] == [f"substep {step}.1"]
+        assert transfer["tentative"] == [0, 1], "no rank has ended the step"
+        text = await pdctl(farm, "show", "way-d")
+        assert f"substep {step}.1" in text
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    done = await asyncio.wait_for(task, GUARD_S)
+    assert done.error == ""
+    await left
+    await farm.wait_unpinned()
+    for name in ("way", "way-d"):  # over: what P remembers is found from either side
+        shown = await pdctl(farm, "show", name, "--json")
+        (ended,) = [e for b in shown["processes"] for e in b.get("prefill_ended", ())]
+        assert (ended["code"], ended["ways"][0]) == ("OK", f"substep {step}.1")
+        # A rank that froze before it looked at its channel refused, and was repaired.
+        refused = [f"substep {step}.1 by rank {r}" for r in (0, 1)]
+        assert set(ended["refusals"]) <= set(refused)
+        assert len(ended["ways"]) == (2 if ended["refusals"] else 1)
+        text = await pdctl(farm, "show", name)
+        assert "is over" in text
+        assert "went by" in text
+    peers = await pdctl(farm, "peers")
+    assert "WAYS" in peers
+    (row,) = [line.split() for line in peers.partition("WAYS")[2].splitlines()[2:3]]
+    assert row[0] == "p"
+    assert int(row[2]) >= 1, "the column SUBSTEP"
+
+
 async def test_waiting_for_blocks_at_d(farm: Farm) -> None:
     """D's 24 blocks are taken; the next request says so."""
     first = decode_half(farm, "first", tokens(4, 300))
