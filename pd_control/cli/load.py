@@ -12,6 +12,9 @@ from typing import Any
 
 import aiohttp
 
+#: A request sent this long after its time was held back, not merely scheduled by a busy machine.
+LATE_S = 0.25
+
 
 @dataclass(frozen=True)
 class Job:
@@ -36,6 +39,7 @@ class Result:
     cached_tokens: int = 0
     request_id: str = ""  # the server's
     error: str = ""
+    late_s: float = 0.0  # how long after its time it was sent
 
 
 async def complete(
@@ -116,7 +120,9 @@ async def run_jobs(
         async def one(job: Job) -> Result:
             await asyncio.sleep(max(0.0, began + job.at_s - loop.time()))
             async with gate:
+                late_s = loop.time() - began - job.at_s
                 result = await complete(http, url, job, **fields)
+            result.late_s = late_s
             on_done(result)
             return result
 
@@ -132,25 +138,27 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]
 
 
+def spread_ms(values_s: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles of seconds, in milliseconds; None of nothing."""
+    found = {f"p{q}": percentile(values_s, q) * 1e3 for q in (50, 90, 99)}
+    return {k: None if math.isnan(v) else round(v, 3) for k, v in found.items()}
+
+
 def summarise(results: Sequence[Result], took_s: float) -> dict[str, Any]:
     """Percentiles in milliseconds over the requests that succeeded; counts over all."""
     good = [r for r in results if not r.error]
     firsts = [r.first_token_s for r in good if r.first_token_s is not None]
     gaps = [g for r in good for g in r.gaps_s]
-
-    def spread(values: Sequence[float]) -> dict[str, float | None]:
-        found = {f"p{q}": percentile(values, q) * 1e3 for q in (50, 90, 99)}
-        return {k: None if math.isnan(v) else round(v, 3) for k, v in found.items()}
-
     return {
         "requests": len(results),
         "failed": len(results) - len(good),
         "errors": sorted({r.error for r in results if r.error})[:5],
+        "sent_late": sum(r.late_s > LATE_S for r in results),
         "took_s": round(took_s, 3),
         "prompt_tokens": sum(r.prompt_tokens for r in good),
         "cached_tokens": sum(r.cached_tokens for r in good),
         "output_tokens": sum(len(r.tokens) for r in good),
         "output_tokens_per_s": round(sum(len(r.tokens) for r in good) / took_s, 3),
-        "first_token_ms": spread(firsts),
-        "inter_token_ms": spread(gaps),
+        "first_token_ms": spread_ms(firsts),
+        "inter_token_ms": spread_ms(gaps),
     }

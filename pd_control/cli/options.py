@@ -76,6 +76,14 @@ def make_asker(
         fail(str(error), USAGE)
 
 
+def find_given(endpoints: list[str] | None) -> list[str]:
+    """The addresses that were given, checked; none if none were."""
+    try:
+        return find_endpoints(endpoints) if endpoints else []
+    except EndpointError as error:
+        fail(str(error), USAGE)
+
+
 def _env_secret() -> Any:
     from pd_control.config import load
 

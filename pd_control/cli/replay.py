@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pd_control.cli.load import Job, Result, percentile
+from pd_control.cli.load import Job, Result, percentile, spread_ms
+from pd_control.cli.stages import StageTimes, hand_off_s
 
 #: Tokens that one hash id stands for, in the published traces.
 TRACE_BLOCK_TOKENS = 512
@@ -68,6 +69,7 @@ def make_jobs(
     rows: Sequence[TraceRow],
     *,
     scale: float,
+    output_scale: float,
     speed: float,
     vocab: int,
     max_prompt_tokens: int,
@@ -76,12 +78,13 @@ def make_jobs(
     """Jobs whose prompts share what the trace says they share.
 
     Args:
-        scale: factor on both lengths; 0.01 makes 138 tokens of the trace's mean 13,800.
+        scale: factor on prompt lengths; 0.01 makes 138 tokens of a mean of 13,800.
+        output_scale: factor on output lengths.
         speed: arrivals come this many times faster; ``inf`` sends everything at once.
         max_prompt_tokens, max_output_tokens: longer ones are cut, prompts from their end.
     """
-    if scale <= 0 or speed <= 0:
-        raise ValueError("scale and speed must be positive")
+    if min(scale, output_scale, speed) <= 0:
+        raise ValueError("scales and speed must be positive")
     block = max(1, round(TRACE_BLOCK_TOKENS * scale))
     blocks: dict[int, list[int]] = {}
     start_ms = rows[0].timestamp_ms
@@ -101,45 +104,56 @@ def make_jobs(
                 name=f"t{number}",
                 at_s=(row.timestamp_ms - start_ms) / 1e3 / speed,
                 prompt=prompt[:length],
-                max_tokens=min(max_output_tokens, max(1, round(row.output_length * scale))),
+                max_tokens=min(max_output_tokens, max(1, round(row.output_length * output_scale))),
             )
         )
     return jobs
 
 
-def hand_off_overhead(split: Sequence[Result], whole: Sequence[Result]) -> dict[str, Any]:
-    """Split TTFT minus undivided TTFT, request by request, in milliseconds; and tokens that differ."""
-    pairs = [
-        (s, w)
-        for s, w in zip(split, whole, strict=True)
-        if s.first_token_s is not None and w.first_token_s is not None
-    ]
-    differences = [
-        (s.first_token_s - w.first_token_s) * 1e3
-        for s, w in pairs
-        if s.first_token_s is not None and w.first_token_s is not None
-    ]
+def first_token_excess(split: Sequence[Result], whole: Sequence[Result]) -> dict[str, Any]:
+    """Split TTFT minus undivided TTFT, request by request; and how many outputs differ."""
+    differences = []
+    different_outputs = 0
+    for s, w in zip(split, whole, strict=True):
+        if (
+            not s.error
+            and not w.error
+            and s.first_token_s is not None
+            and w.first_token_s is not None
+        ):
+            differences.append(s.first_token_s - w.first_token_s)
+            different_outputs += s.tokens != w.tokens
     return {
-        "requests": len(pairs),
-        "first_token_ms": {f"p{q}": round(percentile(differences, q), 3) for q in (50, 90, 99)}
-        if differences
-        else None,
-        "different_outputs": sum(s.tokens != w.tokens for s, w in pairs),
+        "requests": len(differences),
+        "ms": spread_ms(differences),
+        "different_outputs": different_outputs,
+    }
+
+
+def hand_off_figures(split: Sequence[Result], times: Mapping[str, StageTimes]) -> dict[str, Any]:
+    """What the engines' own stage events say of the hand-off: from P's last layer ready to D's request
+    admitted, and of it the part with bytes under way and the part with neither bytes nor computing.
+
+    Requests that needed nothing of P, or were computed on D after all, have no hand-off.
+    """
+    found = [hand_off_s(times[r.request_id]) for r in split if r.request_id in times]
+    whole = [h for h in found if h is not None]
+    return {
+        "requests": len(whole),
+        "whole_ms": spread_ms([h[0] for h in whole]),
+        "bytes_ms": spread_ms([h[1] for h in whole]),
+        "control_ms": spread_ms([h[2] for h in whole]),
     }
 
 
 def draw(path: Path, series: Mapping[str, Sequence[Result]], title: str) -> None:
-    """Both latency distributions as cumulative curves, one colour an engine; SVG or PNG by suffix.
+    """Both latency distributions as cumulative curves, one colour an engine; SVG, PNG or PDF by suffix.
 
     Raises:
-        RuntimeError: matplotlib is not installed; says what to install.
+        ImportError: matplotlib is not installed. OSError: the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise RuntimeError(
-            "a picture needs matplotlib (pip install 'pd-control[replay]')"
-        ) from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

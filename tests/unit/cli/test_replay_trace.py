@@ -13,10 +13,13 @@ from pd_control.cli.replay import (
     TraceError,
     TraceRow,
     draw,
-    hand_off_overhead,
+    first_token_excess,
+    hand_off_figures,
     make_jobs,
     read_trace,
 )
+from pd_control.cli.stages import StageTimes
+from pd_control.trace import Stage
 
 ROWS = [
     TraceRow(1000.0, 1300, 100, (0, 1, 2)),
@@ -27,8 +30,9 @@ ROWS = [
 
 def jobs(scale: float = 0.1, speed: float = 2.0):  # type: ignore[no-untyped-def]
     return make_jobs(
-        ROWS, scale=scale, speed=speed, vocab=512, max_prompt_tokens=1000, max_output_tokens=64
-    )
+        ROWS, scale=scale, output_scale=scale, speed=speed, vocab=512, max_prompt_tokens=1000,
+        max_output_tokens=64,
+    )  # fmt: skip
 
 
 def test_equal_hash_ids_are_equal_tokens_and_others_are_not() -> None:
@@ -84,10 +88,23 @@ def test_a_summary_counts_failures_and_measures_the_rest() -> None:
 def test_the_overhead_is_paired_and_differing_tokens_are_counted() -> None:
     split = [result("a", 0.15, [1, 2]), result("b", 0.2, [3]), result("c", None, [], "lost")]
     whole = [result("a", 0.10, [1, 2]), result("b", 0.1, [4]), result("c", 0.1, [5])]
-    found = hand_off_overhead(split, whole)
+    found = first_token_excess(split, whole)
     assert found["requests"] == 2
     assert found["different_outputs"] == 1
-    assert found["first_token_ms"]["p50"] == 50.0
+    assert found["ms"]["p50"] == 50.0
+    assert first_token_excess([], [])["ms"]["p50"] is None
+
+
+def test_the_hand_off_is_that_of_the_requests_that_had_one() -> None:
+    at: StageTimes = {stage: [] for stage in Stage}
+    full = at | {Stage.LAYERS_READY: [1.0], Stage.PLACED: [1.002], Stage.ADMITTED: [1.003]}
+    results = [result("a", 0.1, [1]), result("b", 0.1, [1]), result("c", 0.1, [1])]
+    for r in results:
+        r.request_id = f"{r.name}-d"
+    found = hand_off_figures(results, {"a-d": full, "b-d": at})
+    assert found["requests"] == 1
+    assert (found["whole_ms"]["p50"], found["bytes_ms"]["p50"]) == (3.0, 2.0)
+    assert found["control_ms"]["p99"] == 1.0
 
 
 def test_the_picture_is_a_picture(tmp_path: Path) -> None:
