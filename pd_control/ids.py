@@ -63,6 +63,18 @@ def identity_digest(
     return blake2b(msgpack.packb(fields), digest_size=DIGEST_BYTES).digest()
 
 
+class TokenIdsError(ValueError):
+    """Token ids that no vocabulary has."""
+
+
+def _u32(token_ids: Sequence[int]) -> array[int]:
+    """A new array of them in the machine's byte order."""
+    try:
+        return array("I", token_ids)  # checks each at C speed
+    except (OverflowError, TypeError) as error:
+        raise TokenIdsError(f"expected token ids of 32 bits: {error}") from None
+
+
 class Content:
     """What a request is: its token ids and the identity they are computed under.
 
@@ -86,30 +98,51 @@ class Content:
     def identity(self) -> bytes:
         return self._identity
 
-    def digest(self, num_tokens: int) -> bytes:
-        """Digest over the identity and token ids [0, num_tokens).
+    @classmethod
+    def unpack(cls, packed: bytes, identity: bytes) -> Content:
+        """The content whose `packed()` this is. Raises ValueError: no whole number of token ids."""
+        ids = array("I")
+        ids.frombytes(packed)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return cls(ids, identity)
 
-        Raises ValueError if the request has fewer tokens. Token ids outside [0, 2**32) raise
-        OverflowError: they cannot come from a vocabulary.
+    def packed(self) -> bytes:
+        """All token ids as little-endian u32. Raises TokenIdsError."""
+        ids = _u32(self._token_ids[: self.num_tokens])
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tobytes()
+
+    def digest(self, num_tokens: int, packed: bytes | None = None) -> bytes:
+        """Digest over the identity and token ids [0, num_tokens). `packed` is what `packed()` gave,
+        if the caller has it: converting the ids costs more than hashing them.
+
+        Raises ValueError if the request has fewer tokens, TokenIdsError as `packed` does.
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"expected 0..{self.num_tokens} tokens, got {num_tokens}")
         if self._digest[0] == num_tokens:
             return self._digest[1]
-        tokens = self._token_ids
-        if len(tokens) > 2 * num_tokens:
-            tokens = tokens[:num_tokens]  # else cheaper to convert a little too much than to copy
-        ids = array("I", tokens)
-        if sys.byteorder == "big":
-            ids.byteswap()
+        if packed is None:
+            tokens = self._token_ids
+            if len(tokens) > 2 * num_tokens:
+                tokens = tokens[:num_tokens]  # else converting a few too many is cheaper
+            ids = _u32(tokens)
+            if sys.byteorder == "big":
+                ids.byteswap()
+            packed_ids = memoryview(ids).cast("B")
+        else:
+            packed_ids = memoryview(packed)
         # SHA-256, not BLAKE2: every request is hashed on both sides, and servers do it in hardware.
         h = sha256(self._identity)
         h.update(num_tokens.to_bytes(8, "little"))
-        h.update(memoryview(ids)[:num_tokens])
+        h.update(packed_ids[: 4 * num_tokens])
         self._digest = (num_tokens, h.digest())
         return self._digest[1]
 
 
-def prefill_request_id(transfer: TransferId) -> str:
-    """The request id under which P admits what a PREFILL carries: unique per try."""
-    return f"{transfer.request_id}~{transfer.key().hex()[:12]}"
+def prefill_request_id(request_id: str, key: bytes) -> str:
+    """The request id under which P admits what a PREFILL carries: unique per try, whose key this
+    is."""
+    return f"{request_id}~{key.hex()[:12]}"

@@ -93,7 +93,7 @@ class Prefill:
 
     link_id: int  # the link on which STARTED and FINAL are to come
     info: DInfo
-    token_ids: tuple[int, ...]
+    tokens: bytes  # little-endian u32 each, `Content.packed`
     identity: bytes  # 32 bytes, `ids.identity_digest`
     payload: Any = None  # opaque to the control plane: what P's engine needs to admit the request
 

@@ -6,7 +6,6 @@ the frame was decoded; here it is counts, ranges and agreement.
 
 from __future__ import annotations
 
-
 from pd_control.ids import (
     DIGEST_BYTES,
     INCARNATION_BYTES,
@@ -53,7 +52,10 @@ def prefill_problem(message: Prefill, peer: PeerId) -> str | None:
         return problem
     num_bytes = len(message.tokens)
     if num_bytes % 4 or num_bytes < 4 * max(message.info.max_tokens, 1):
-        return f"expected at least {max(message.info.max_tokens, 1)} token ids of 4 bytes, got {num_bytes} bytes"
+        return (
+            f"expected at least {max(message.info.max_tokens, 1)} token ids of 4 bytes, "
+            f"got {num_bytes} bytes"
+        )
     if len(message.identity) != DIGEST_BYTES:
         return f"expected an identity of {DIGEST_BYTES} bytes, got {len(message.identity)}"
     return None

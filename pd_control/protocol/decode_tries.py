@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_control.codes import Code
+from pd_control.ids import TokenIdsError
 from pd_control.messages import AbortKind, Grant, GrantOp, Prefill, TransferKv
 from pd_control.protocol.completion import FINAL_MEMBER, NO_RANKS, Completion, Verdict
 from pd_control.protocol.d_request import DRequestInput, DRequestState
@@ -122,16 +123,11 @@ class TryLayer(LinkLayer):
 
     def _call(self, request: DRequest, peer: Peer) -> None:
         assert request.peer_id is not None
-        message: Prefill | TransferKv
-        if self._is_dual(request):
-            info = self._info(request)
-            message = TransferKv(request.link_id, request.request.remote_request_id, info)
-        else:
-            content = request.request.content
-            tokens = content.packed()
-            info = self._info(request, tokens)
-            payload = request.request.payload
-            message = Prefill(request.link_id, info, tokens, content.identity, payload)
+        try:
+            message = self._message(request)
+        except TokenIdsError as error:
+            self._fail(request, Code.BAD_REQUEST, str(error), retry=False)
+            return
         request.call_id = self._call_id()
         request.called = True
         peer.num_calls += 1
@@ -139,6 +135,14 @@ class TryLayer(LinkLayer):
         deadline = self._now_s + self._deadlines.connect_s
         self._set_deadline(request, "call", deadline)
         self._emit(Call(request.call_id, request.peer_id, peer.address, message, deadline))
+
+    def _message(self, request: DRequest) -> Prefill | TransferKv:
+        asked = request.request
+        if self._is_dual(request):
+            return TransferKv(request.link_id, asked.remote_request_id, self._info(request))
+        tokens = asked.content.packed()
+        info = self._info(request, tokens)
+        return Prefill(request.link_id, info, tokens, asked.content.identity, asked.payload)
 
     def _started(self, request: DRequest) -> None:
         """P has begun, by its own word or by its FINAL(OK)."""

@@ -191,11 +191,8 @@ class PeerLayer(RequestLayer):
         taker = info.transfer_id._replace(attempt=0).key()
         if request is None:
             self._mark_taker(request_id, taker)
-        elif (
-            info.max_tokens > request.content.num_tokens
-            or request.content.digest(info.max_tokens) != info.digest
-        ):
-            self._refuse(call_ref, Code.BAD_REQUEST, "content digest differs")
+        elif (problem := self._range_problem(info.max_tokens, info.digest, request)) is not None:
+            self._refuse(call_ref, Code.BAD_REQUEST, problem)
             return
         else:
             request.takers |= {taker}

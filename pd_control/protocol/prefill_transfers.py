@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_control.codes import Code
+from pd_control.ids import TokenIdsError
 from pd_control.messages import CancelSend, Started
 from pd_control.protocol.completion import NO_RANKS, Verdict
 from pd_control.protocol.effects import Fatal, LinkNews, WithdrawTransfer, WorkerNews
@@ -35,15 +36,23 @@ class TransferLayer(PrefillState):
         self._set_deadline(transfer, QUEUE, 2 * self._deadlines.queue_s)
         self._plan(transfer)
 
+    @classmethod
+    def _content_problem(cls, transfer: PTransfer, request: PRequest) -> str | None:
+        return cls._range_problem(transfer.end_token, transfer.digest, request)
+
     @staticmethod
-    def _content_problem(transfer: PTransfer, request: PRequest) -> str | None:
+    def _range_problem(end_token: int, digest: bytes, request: PRequest) -> str | None:
         """Whether D means somebody else's request (F07)."""
         has = request.content.num_tokens
-        if transfer.end_token > has:
-            return f"expected at most the request's {has} tokens, got {transfer.end_token}"
-        if request.content.digest(transfer.end_token) != transfer.digest:
+        if end_token > has:
+            return f"expected at most the request's {has} tokens, got {end_token}"
+        try:
+            own = request.content.digest(end_token)
+        except TokenIdsError as error:
+            return f"P's own request: {error}"
+        if own != digest:
             return (
-                f"content digest of the first {transfer.end_token} tokens differs: "
+                f"content digest of the first {end_token} tokens differs: "
                 "the reference names another request"
             )
         return None

@@ -73,9 +73,14 @@ class CoreRunner:
             return
         self._is_running = True
         try:
-            self._one(event)
-            while self._queue:
-                self._one(self._queue.popleft())
+            executors, queue = self._executors, self._queue
+            while True:
+                self.num_events += 1
+                for effect in self._handle(event, self._clock_s()):
+                    executors[type(effect)](effect)
+                if not queue:
+                    break
+                event = queue.popleft()
         except Exception as error:
             log.exception("%s core", self.name)
             self.close()
@@ -86,12 +91,6 @@ class CoreRunner:
         # Usually nothing is new: the timer in place comes first, and then looks again.
         if at_s is not None and (self._timer_at_s is None or at_s < self._timer_at_s):
             self._arm(at_s)
-
-    def _one(self, event: Any) -> None:
-        self.num_events += 1
-        executors = self._executors
-        for effect in self._handle(event, self._clock_s()):
-            executors[type(effect)](effect)
 
     def _arm(self, at_s: float) -> None:
         if self._is_closed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pd_control.codes import Code
+from pd_control.ids import Content
 from pd_control.messages import (
     Abort,
     AbortKind,
@@ -130,7 +132,7 @@ def test_retry_on_another_p_is_always_a_prefill() -> None:
     (call,) = pair.take(fx.Call)
     assert call.peer == p1
     assert isinstance(call.message, Prefill)
-    assert call.message.token_ids == tuple(PROMPT.token_ids)
+    assert call.message.tokens == PROMPT.packed()
     assert call.message.info.attempt == 1
     pair.to_d(ev.AbortRequested("r"))
     pair.pump()
@@ -452,18 +454,41 @@ def test_round_robin_takes_turns() -> None:
     assert {peer.instance: len(peer.waiting) for peer in pair.d._peers} == {"p0": 3, "p1": 3}
 
 
-@pytest.mark.parametrize("token", [-1, 1 << 32])
-def test_token_ids_of_a_prefill_are_checked(token: int) -> None:
+@pytest.mark.parametrize("cut", [1, 8, 1 << 20])
+def test_token_ids_of_a_prefill_are_checked(cut: int) -> None:
     pair = make()
     pair.add_d_request("r", PROMPT)
     pair.allocate("r", 10)
     pair.pump_until(fx.Call)
     (call,) = pair.take(fx.Call)
     assert isinstance(call.message, Prefill)
-    bad = replace(call.message, token_ids=(*call.message.token_ids[:-1], token))
+    bad = replace(call.message, tokens=call.message.tokens[:-cut])
     (answer,) = pair.p.handle(ev.PrefillReceived(1, pair.d_id, bad), pair.now_s)
     assert isinstance(answer, fx.Answer)
-    assert (answer.code, "32 bits" in answer.message) == (Code.BAD_REQUEST, True)
+    assert (answer.code, "token ids of 4 bytes" in answer.message) == (Code.BAD_REQUEST, True)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, None])
+@pytest.mark.parametrize("dual", [True, False])
+def test_token_ids_of_no_vocabulary_fail_their_own_request_only(token: Any, dual: bool) -> None:
+    pair = make(on_failure=OnFailure.RETRY)
+    wrong = Content([1, 2, token, 4], PROMPT.identity)
+    asked = {"remote_request_id": "p-r"} if dual else {}
+    pair.add_d_request("r", wrong, **asked)
+    pair.allocate("r", 4)
+    pair.pump()
+    assert told(pair) == [("recompute", Code.BAD_REQUEST)]
+    pair.advance(200)
+    pair.assert_clean()
+
+
+def test_token_ids_of_no_vocabulary_on_p_take_no_transfer() -> None:
+    pair = make(on_failure=OnFailure.FAIL)
+    pair.add_p_request("p-r", Content([1, 2, -1, 4], PROMPT.identity))
+    pair.add_d_request("r", Content([1, 2, 3, 4], PROMPT.identity), remote_request_id="p-r")
+    pair.allocate("r", 4)
+    pair.pump()
+    assert told(pair) == [("failed", Code.BAD_REQUEST)]
 
 
 def test_what_a_peer_makes_p_remember_is_bounded() -> None:
