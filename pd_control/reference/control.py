@@ -65,6 +65,7 @@ class ControlPort:
         self.decode: DecodeDriver | None = None
         self._remote: set[str] = set()  # on D's driver, until it has said how that ended
         self._unplaced: deque[Sequence] = deque()  # on D, waiting for blocks
+        self._told_by_driver = ""  # the request that the driver itself is ending
         scheduler.before_finish = self._before_finish
         scheduler.before_preempt = self._before_preempt
 
@@ -142,13 +143,18 @@ class ControlPort:
 
     def tell_blocks_wanted(self) -> None:
         """P's driver hears after each pass how many blocks are missing."""
-        if self.prefill is not None:
-            self.prefill.blocks_wanted(self._scheduler.num_blocks_missing)
+        if self.prefill is None:
+            return
+        missing = self._scheduler.num_blocks_missing
+        if self._unplaced:  # on an engine of both roles, what P holds can be in the way of D
+            num_tokens = len(self._unplaced[0].token_ids)
+            missing = max(missing, self._scheduler.num_missing_for(num_tokens))
+        self.prefill.blocks_wanted(missing)
 
     # -- what the scheduler tells ------------------------------------------------------------------
 
     def _before_finish(self, sequence: Sequence, reason: str) -> None:
-        if self.prefill is None:
+        if self.prefill is None or sequence.request_id == self._told_by_driver:
             return
         if reason in ("stop", "length"):
             first = sequence.token_ids[sequence.num_prompt]
@@ -216,7 +222,9 @@ class ControlPort:
         return None
 
     def abort_request(self, request_id: str, code: Code, message: str) -> None:
+        self._told_by_driver = request_id
         sequence = self._scheduler.finish(request_id, "abort")
+        self._told_by_driver = ""
         if sequence is not None:
             self._tell(sequence, [], "abort", f"{code.name}: {message}")
 

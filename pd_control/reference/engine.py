@@ -93,6 +93,7 @@ class Engine:
         spec: ModelSpec,
         on_output: OnOutput,
         on_fatal: Callable[[str], None] = lambda reason: None,
+        open_workers: Callable[[list[WorkerInit]], WorkerGroup] = WorkerGroup,
     ) -> None:
         spec.check_tp(config.tp_size)
         self.config, self.spec = config, spec
@@ -107,6 +108,7 @@ class Engine:
             split_last_token=config.split_last_token,
         )
         self._on_output, self._on_fatal = on_output, on_fatal
+        self._open_workers = open_workers
         self.control = ControlPort(
             self.scheduler,
             config.model_identity or f"{spec.name}:float32",
@@ -158,7 +160,7 @@ class Engine:
             )
             for rank in range(config.tp_size)
         ]
-        self._workers = WorkerGroup(inits)
+        self._workers = self._open_workers(inits)
         try:
             self._workers.wait_ready(LOAD_TIMEOUT_S)
         except BaseException:

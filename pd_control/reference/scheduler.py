@@ -101,6 +101,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: OrderedDict[str, Sequence] = OrderedDict()
         self._step = 0
+        self._num_short = 0
         self._in_flight: StepPlan | None = None
         self._late: list[int] = []  # blocks of ended sequences that the step in flight still writes
         #: Called before a sequence's references go: what else must know of its end or preemption.
@@ -185,10 +186,15 @@ class Scheduler:
 
     @property
     def num_blocks_missing(self) -> int:
-        """How many more free blocks the first waiting sequence needs for its whole prompt."""
+        """How many more free blocks are needed by who could not go on in the last :meth:`plan`, or by
+        the first waiting sequence for its whole prompt."""
         if not self.waiting or self.waiting[0].block_ids:
-            return 0
-        need = -(-len(self.waiting[0].token_ids) // self.pool.block_tokens)
+            return self._num_short
+        return max(self._num_short, self.num_missing_for(len(self.waiting[0].token_ids)))
+
+    def num_missing_for(self, num_tokens: int, num_blocks: int = 0) -> int:
+        """How many more free blocks it takes to hold so many tokens, ``num_blocks`` being there."""
+        need = -(-num_tokens // self.pool.block_tokens) - num_blocks
         return max(0, need - self.pool.num_free)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -198,6 +204,7 @@ class Scheduler:
         budget = self.max_step_tokens
         scheduled: list[Scheduled] = []
         preempted: list[Sequence] = []
+        self._num_short = 0
         for sequence in list(self.running.values()):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
@@ -281,6 +288,8 @@ class Scheduler:
                 break
             victim = None if preempted is None else self._victim(sequence, scheduled)
             if victim is None or preempted is None:
+                missing = self.num_missing_for(known, len(sequence.block_ids))
+                self._num_short = max(self._num_short, missing)
                 return None
             self._preempt(victim)
             preempted.append(victim)

@@ -13,13 +13,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from pd_control.reference.checkpoint import load
-from pd_control.reference.model import Model, make_batch
+from pd_control.reference.model import AllReduce, Model, make_batch
 from pd_control.reference.sampling import SamplingParams, sample
 from pd_control.reference.wire import MessageSocket, PeerGoneError
 
@@ -169,9 +170,12 @@ def run_step(
     return {"step": step, "tokens": tokens, "control": hooks.after_step(step)}
 
 
-def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler process decides when this ends
-    link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+def serve(
+    link: MessageSocket,
+    make_reduce: Callable[[WorkerInit], AllReduce | None] = make_reduce,
+    make_hooks: Callable[[WorkerInit, list[torch.Tensor], Model], StepHooks] = make_hooks,
+) -> None:
+    """Compute what comes over `link` until its other end closes."""
     try:
         init = WorkerInit(**link.receive())
         torch.set_num_threads(init.num_threads)
@@ -195,7 +199,13 @@ def main() -> int:
         finally:
             hooks.close()
     except PeerGoneError:
-        return 0
+        return
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler process decides when this ends
+    serve(MessageSocket(socket.socket(fileno=int(sys.argv[1]))))
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from pd_control.reference.wire import MessageSocket, PeerGoneError
 from pd_control.reference.worker import WorkerInit
@@ -25,6 +25,15 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended while it was needed; the message names the rank and how it ended."""
 
 
+class Process(Protocol):
+    """What is needed of a worker's `subprocess.Popen`."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 class WorkerGroup:
     """Starts ``tp_size`` workers and talks to them. One step is outstanding at a time.
 
@@ -35,25 +44,29 @@ class WorkerGroup:
         self.inits = inits
         self._folder = tempfile.mkdtemp(prefix="pd-control-ranks-")
         self._links: list[MessageSocket] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._outputs: dict[int, dict[str, Any]] = {}
         self._selector = selectors.DefaultSelector()
         for init in inits:
             ours, theirs = socket.socketpair()
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "pd_control.reference.worker", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, **(env or {})},
-                    process_group=0 if sys.version_info >= (3, 11) else None,  # type: ignore[call-overload,unused-ignore]
-                )
-            self._processes.append(process)
+            self._processes.append(self._spawn(theirs, {**os.environ, **(env or {})}))
             link = MessageSocket(ours)
             self._links.append(link)
             fields = asdict(init)
             fields["rendezvous"] = os.path.join(self._folder, "ranks")
             link.send(fields)
             self._selector.register(link, selectors.EVENT_READ, init.tp_rank)
+
+    def _spawn(self, theirs: socket.socket, env: dict[str, str]) -> Process:
+        """One more worker at the other end of `theirs`, which it takes over."""
+        with theirs:
+            process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", "pd_control.reference.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=env,
+                process_group=0 if sys.version_info >= (3, 11) else None,  # type: ignore[call-overload,unused-ignore]
+            )
+        return process
 
     @property
     def pids(self) -> list[int]:

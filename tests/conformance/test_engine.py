@@ -36,6 +36,7 @@ from pd_control.testing.fake_batch import FakeRequest, State
 from pd_control.testing.fake_engine import EngineError, EngineSpec, FakeEngine
 from pd_control.testing.fake_model import Geometry
 from pd_control.testing.fake_worker import ThreadWorker
+from pd_control.testing.reference_harness import ReferenceHarness
 
 
 class FakeHarness:
@@ -109,7 +110,7 @@ class FakeHarness:
 
 
 def harnesses() -> list[type]:
-    found: list[type] = [FakeHarness]
+    found: list[type] = [FakeHarness, ReferenceHarness]
     named = os.environ.get("PD_CONTROL_ENGINE_HARNESS", "")
     if named:
         module, _, name = named.partition(":")
