@@ -118,6 +118,21 @@ def parse(body: Any, tokenizer: Tokenizer) -> Completion:
     )
 
 
+async def read_json(http: web.Request) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises:
+        BadRequestError: it is none.
+    """
+    try:
+        body = await http.json(loads=json.loads)
+    except (ValueError, LookupError, RecursionError) as error:  # syntax, bytes, charset, depth
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError(f"expected a JSON object, got {type(body).__name__}")
+    return body
+
+
 class TextStream:
     """Token ids in, text out; a character that is not complete yet is held back."""
 
@@ -147,13 +162,20 @@ def _engine_error(output: Output) -> web.Response:
     return error_response(500, output.error, "engine_error")
 
 
+async def no_metrics() -> web.Response:
+    return error_response(
+        501, "no metrics here: they need pip install 'pd-control[prometheus]'", "not_available"
+    )
+
+
 class CompletionServer:
     """The aiohttp application of one engine.
 
     Args:
         model: the name that ``/v1/models`` and answers carry.
         health: returns "" while the engine can serve, else why not (answered with 503).
-        metrics: the Prometheus text of ``/metrics``.
+        metrics: answers ``/metrics``.
+        on_refused: told of each request that is answered with an error before an engine sees it.
         answer_params: what goes into an answer as ``kv_transfer_params``, for routers that ask P first.
         control_info: what ``/pd`` tells a proxy: engine_id, control_host, control_port, role.
     """
@@ -165,13 +187,14 @@ class CompletionServer:
         model: str,
         *,
         health: Callable[[], str] = lambda: "",
-        metrics: Callable[[], Awaitable[bytes]] | None = None,
+        metrics: Callable[[], Awaitable[web.Response]] = no_metrics,
+        on_refused: Callable[[], None] = lambda: None,
         answer_params: Callable[[Request], dict[str, Any] | None] = lambda request: None,
         control_info: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._front, self._tokenizer, self._model = front, tokenizer, model
         self._health, self._metrics, self._answer_params = health, metrics, answer_params
-        self._control_info = control_info
+        self._control_info, self._on_refused = control_info, on_refused
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(
             [
@@ -196,9 +219,7 @@ class CompletionServer:
         return web.json_response({"status": "ok", "open_requests": self._front.num_open})
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
-        if self._metrics is None:
-            return web.Response(text="", content_type="text/plain")
-        return web.Response(body=await self._metrics(), content_type="text/plain")
+        return await self._metrics()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -206,22 +227,29 @@ class CompletionServer:
         )
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
-        try:
-            parsed = parse(await http.json(loads=json.loads), self._tokenizer)
-        except json.JSONDecodeError as error:
-            return error_response(400, f"the body is not JSON: {error}")
-        except BadRequestError as error:
-            return error_response(400, str(error))
-        if parsed.model not in ("", self._model):
-            message = f"the model {parsed.model!r} is not served here, {self._model!r} is"
-            return error_response(404, message, "model_not_found")
+        parsed = await self._parsed(http)
+        if isinstance(parsed, web.Response):
+            self._on_refused()
+            return parsed
         request = Request(parsed.request_id, parsed.prompt, parsed.sampling, control=parsed.control)
         try:
             if parsed.stream:
                 return await self._stream(http, parsed, request)
             return await self._whole(parsed, request)
         except DuplicateRequestError as error:
+            self._on_refused()
             return error_response(409, str(error))
+
+    async def _parsed(self, http: web.Request) -> Completion | web.Response:
+        """The request in the body, or the answer that refuses it."""
+        try:
+            parsed = parse(await read_json(http), self._tokenizer)
+        except BadRequestError as error:
+            return error_response(400, str(error))
+        if parsed.model not in ("", self._model):
+            message = f"the model {parsed.model!r} is not served here, {self._model!r} is"
+            return error_response(404, message, "model_not_found")
+        return parsed
 
     def _base(self, parsed: Completion) -> dict[str, Any]:
         return {

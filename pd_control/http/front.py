@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pd_control.reference.engine import Output, Request
+
+if TYPE_CHECKING:
+    from pd_control.http.metrics import Meter
 
 
 class EngineLike(Protocol):
@@ -14,6 +17,15 @@ class EngineLike(Protocol):
 
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
+
+
+#: How a completion can end: by its engine's word, by its client's leaving, or before it began.
+OUTCOMES = ("stop", "length", "abort", "error", "refused")
+
+
+def outcome_of(output: Output) -> str:
+    """Of a last output."""
+    return "refused" if output.is_refusal else str(output.finish_reason)
 
 
 class DuplicateRequestError(ValueError):
@@ -27,7 +39,8 @@ class Front:
     thread), then :meth:`attach` the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
         self._engine: EngineLike | None = None
@@ -74,6 +87,7 @@ class Front:
         queue: asyncio.Queue[Output] = asyncio.Queue()
         self._queues[request.request_id] = queue
         self._idle.clear()
+        measured = self._meter.begin(len(request.token_ids)) if self._meter else None
         ended = False
         try:
             self._engine.submit(request)
@@ -81,8 +95,14 @@ class Front:
             while not ended:
                 output = await queue.get()
                 ended = output.finish_reason is not None
+                if measured is not None:
+                    measured.tokens(len(output.tokens))
+                    if ended:
+                        measured.end(outcome_of(output), output.num_cached)
                 yield output
         finally:
+            if measured is not None:
+                measured.end("abort")  # nothing if it has ended
             del self._queues[request.request_id]
             if not self._queues:
                 self._idle.set()

@@ -23,16 +23,27 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from pd_control.http.completions import MAX_BODY_BYTES, error_response
+from pd_control.http.completions import (
+    MAX_BODY_BYTES,
+    BadRequestError,
+    error_response,
+    no_metrics,
+    read_json,
+)
+
+if TYPE_CHECKING:  # it needs prometheus_client, which a proxy can do without
+    from pd_control.http.metrics import Measured, Meter
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +52,10 @@ MODES = ("dual", "sequential", "single")
 CONNECT_TIMEOUT_S = 3.0
 #: How long a server that refused a connection is passed over while others are left.
 PENALTY_S = 2.0
+
+#: A server's control address is believed this long; every answer of it renews that, so only one that
+#: was idle, or answers nothing any more, is asked again.
+CONTROL_KNOWN_S = 2.0
 
 
 class UpstreamError(Exception):
@@ -53,10 +68,13 @@ class UpstreamError(Exception):
 
 @dataclass
 class Upstream:
-    """One server. ``control`` is (host, port) of its control plane, asked for when first needed."""
+    """One server. ``control`` is (host, port) of its control plane, asked for when first needed and kept up
+    to date by what its answers say."""
 
     url: str
     control: tuple[str, int] | None = None
+    is_asked: bool = True  # not configured; a restarted server may have another one
+    asked_at_s: float = -math.inf
     engine_id: str = ""
     unreachable_until: float = 0.0
     num_requests: int = 0
@@ -79,7 +97,22 @@ class Upstream:
             if not host or not port.isdigit():
                 raise ValueError(f"expected control_host:port after the @, got {control!r}")
             found = (host, int(port))
-        return cls(parts.geturl(), found)
+        return cls(parts.geturl(), found, is_asked=found is None)
+
+    def learn(self, params: Any, now_s: float) -> None:
+        """Where its control plane is now, from ``kv_transfer_params`` of an answer."""
+        if not self.is_asked or not isinstance(params, dict):
+            return
+        host, port = params.get("remote_host"), params.get("remote_port")
+        if isinstance(host, str) and isinstance(port, int):
+            self.control = (host, port)
+            self.engine_id = str(params.get("remote_engine_id") or "")
+            self.asked_at_s = now_s
+
+    def failed_to_connect(self, now_s: float) -> None:
+        self.unreachable_until = now_s + PENALTY_S
+        if self.is_asked:
+            self.control = None  # whoever comes back there may listen elsewhere
 
 
 @dataclass
@@ -93,6 +126,17 @@ class Pool:
         start = next(self._turn)
         order = [self.servers[(start + i) % len(self.servers)] for i in range(len(self.servers))]
         return min(order, key=lambda s: (s in avoid, s.unreachable_until > now_s))
+
+
+def _make_meter(proxy: Proxy) -> Meter | None:
+    """None without ``prometheus_client``; ``/metrics`` then says what to install."""
+    if find_spec("prometheus_client") is None:
+        return None
+    from pd_control.http.metrics import Meter, ProxyCollector
+
+    meter = Meter(("ok", "error", "client_left", "refused"), sees_tokens=False)
+    meter.add(ProxyCollector(proxy))
+    return meter
 
 
 class Proxy:
@@ -113,6 +157,8 @@ class Proxy:
             raise ValueError(f"mode {mode} needs at least one decode and one prefill server")
         self._prefill, self._decode = Pool(list(prefill)), Pool(list(decode))
         self._mode, self._retries, self._on_failure = mode, retries, on_failure
+        self.num_retries = 0
+        self._meter = _make_meter(self)
         self._session: aiohttp.ClientSession | None = None
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(
@@ -121,6 +167,7 @@ class Proxy:
                 web.post("/v1/chat/completions", self._completions),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
             ]
         )
         self.app.cleanup_ctx.append(self._client)
@@ -142,6 +189,15 @@ class Proxy:
                 return web.json_response(await answer.json(), status=answer.status)
         except aiohttp.ClientError as error:
             return error_response(502, f"decode server: {error}", "upstream_error")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return await no_metrics() if self._meter is None else self._meter.response()
+
+    @property
+    def upstreams(self) -> list[tuple[str, Upstream]]:
+        """Every server with its role."""
+        pools = (("prefill", self._prefill), ("decode", self._decode))
+        return [(role, server) for role, pool in pools for server in pool.servers]
 
     async def _health(self, _: web.Request) -> web.Response:
         """200 while at least one server of each role answers."""
@@ -171,20 +227,33 @@ class Proxy:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         try:
-            body = await http.json(loads=json.loads)
-        except json.JSONDecodeError as error:
-            return error_response(400, f"the body is not JSON: {error}")
-        if not isinstance(body, dict):
-            return error_response(400, "expected a JSON object")
+            body = await read_json(http)
+        except BadRequestError as error:
+            if self._meter is not None:
+                self._meter.refused()
+            return error_response(400, str(error))
+        measured = self._meter.begin() if self._meter is not None else None
+        sender = _Sender(http, measured)
+        outcome = "client_left"  # unless it is still there in the end
+        try:
+            answer = await self._serve(http.path, body, sender)
+            outcome = "ok" if answer.status == 200 and not sender.has_failed else "error"
+            return answer
+        finally:
+            if measured is not None:
+                measured.end(outcome)
+
+    async def _serve(self, path: str, body: dict[str, Any], sender: _Sender) -> web.StreamResponse:
+        """Attempts until one succeeds, or none is left, or bytes have gone to the client."""
         tried: list[Upstream] = []
         for attempt in range(self._retries + 1):
             now = asyncio.get_running_loop().time()
             p = self._prefill.choose(now, tried) if self._mode != "single" else None
             d = self._decode.choose(now, tried)
             tried += [s for s in (p, d) if s is not None]
-            sender = _Sender(http)
+            self.num_retries += attempt > 0
             try:
-                return await self._attempt(http.path, body, p, d, sender)
+                return await self._attempt(path, body, p, d, sender)
             except UpstreamError as error:
                 log.warning("attempt %d of a completion failed: %s", attempt + 1, error.message)
                 if sender.response is not None:
@@ -209,7 +278,11 @@ class Proxy:
         if p is None:
             remote["mode"] = "single"
             return await self._decode_half(path, body, remote, transfer_id, d, sender)
-        half = body | {"max_tokens": 1, "stream": False, "request_id": transfer_id}
+        most = body.get("max_tokens")
+        is_wrong = most is not None and not (type(most) is int and most >= 1)
+        # What D will refuse P must refuse, too, or it would hold KV that nobody asks for.
+        half = body | {"max_tokens": most if is_wrong else 1, "stream": False}
+        half["request_id"] = transfer_id
         half.pop("stream_options", None)
         half["kv_transfer_params"] = {
             "do_remote_decode": True,
@@ -245,7 +318,10 @@ class Proxy:
     async def _prefill_half(self, path: str, body: dict[str, Any], p: Upstream) -> dict[str, Any]:
         async with self._post(p, path, body) as answer:
             result = await answer.json()
-            return result if isinstance(result, dict) else {}
+        if not isinstance(result, dict):
+            return {}
+        p.learn(result.get("kv_transfer_params"), asyncio.get_running_loop().time())
+        return result
 
     async def _decode_half(
         self,
@@ -278,7 +354,7 @@ class Proxy:
         except aiohttp.ClientError as error:
             server.num_failures += 1
             if isinstance(error, aiohttp.ClientConnectorError):
-                server.unreachable_until = asyncio.get_running_loop().time() + PENALTY_S
+                server.failed_to_connect(asyncio.get_running_loop().time())
             raise UpstreamError(502, f"{server.url}: {error}", retry=True) from error
         try:
             if answer.status != 200:
@@ -292,8 +368,9 @@ class Proxy:
             answer.close()
 
     async def _control_of(self, p: Upstream) -> tuple[str, int]:
-        """Where P's control plane listens: configured, or asked of P once."""
-        if p.control is None:
+        """Where P's control plane listens: configured, told by a recent answer, or asked for."""
+        now_s = asyncio.get_running_loop().time()
+        if p.control is None or (p.is_asked and now_s - p.asked_at_s > CONTROL_KNOWN_S):
             assert self._session is not None
             try:
                 async with self._session.get(p.url + "/pd") as answer:
@@ -304,19 +381,21 @@ class Proxy:
                         )  # fmt: skip
                     info = await answer.json()
             except aiohttp.ClientError as error:
-                p.unreachable_until = asyncio.get_running_loop().time() + PENALTY_S
+                p.failed_to_connect(now_s)
                 raise UpstreamError(502, f"{p.url}: {error}", retry=True) from error
             p.control = (str(info["control_host"]), int(info["control_port"]))
             p.engine_id = str(info["engine_id"])
+            p.asked_at_s = now_s
         return p.control
 
 
 class _Sender:
     """The way back to the client: nothing is sent before the first byte of a good answer."""
 
-    def __init__(self, http: web.Request) -> None:
-        self._http = http
+    def __init__(self, http: web.Request, measured: Measured | None = None) -> None:
+        self._http, self._measured = http, measured
         self.response: web.StreamResponse | None = None
+        self.has_failed = False
 
     async def send(self, answer: aiohttp.ClientResponse, chunk: bytes) -> None:
         await (await self._start(answer)).write(chunk)
@@ -329,6 +408,7 @@ class _Sender:
     async def fail(self, message: str) -> web.StreamResponse:
         """The answer is under way: an event says what happened, and the stream ends without DONE."""
         assert self.response is not None
+        self.has_failed = True
         event = {"error": {"message": message, "type": "upstream_error"}}
         await self.response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await self.response.write_eof()
@@ -338,6 +418,8 @@ class _Sender:
         if self.response is None:
             kind = answer.headers.get("Content-Type", "application/json")
             self.response = web.StreamResponse(headers={"Content-Type": kind})
+            if self._measured is not None:
+                self._measured.first()
             await self.response.prepare(self._http)
         return self.response
 

@@ -65,6 +65,7 @@ class ControlPort:
         self.decode: DecodeDriver | None = None
         self._remote: set[str] = set()  # on D's driver, until it has said how that ended
         self._unplaced: deque[Sequence] = deque()  # on D, waiting for blocks
+        self.num_tokens_loaded = 0  # whose KV came from a P
         self._told_by_driver = ""  # the request that the driver itself is ending
         scheduler.before_finish = self._before_finish
         scheduler.before_preempt = self._before_preempt
@@ -188,6 +189,7 @@ class ControlPort:
     def request_loaded(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
         self._remote.discard(request_id)
         sequence = self._scheduler.sequences[request_id]
+        self.num_tokens_loaded += max(0, num_tokens - sequence.num_cached)
         if first_token is None:
             self._scheduler.admit(request_id, num_tokens)
             return

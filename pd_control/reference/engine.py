@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Loading a few hundred megabytes of weights on a busy machine; past this something is stuck.
 LOAD_TIMEOUT_S = 300.0
+#: Weights and KV are float32.
+KV_ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,13 @@ class Engine:
     @property
     def worker_pids(self) -> list[int]:
         return [] if self._workers is None else self._workers.pids
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all ranks together; with more ranks than KV heads several store the same head."""
+        spec, tp_size = self.spec, self.config.tp_size
+        heads = sum(len(spec.kv_heads_of(rank, tp_size)) for rank in range(tp_size))
+        return spec.num_layers * 2 * heads * spec.head_dim * KV_ITEM_BYTES
 
     @property
     def core_thread_ident(self) -> int:

@@ -11,19 +11,24 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from pd_control.config import Config
-from pd_control.http.completions import CompletionServer, serve_app
-from pd_control.http.front import Front
+from pd_control.http.completions import CompletionServer, no_metrics, serve_app
+from pd_control.http.front import OUTCOMES, Front
 from pd_control.messages import Topology
 from pd_control.reference.checkpoint import prepared, read_spec
 from pd_control.reference.engine import Engine, EngineConfig, Request
 from pd_control.reference.tokenizer import load_tokenizer
 from pd_control.runtime.scheduler import SchedulerRuntime
+
+if TYPE_CHECKING:  # they need prometheus_client, which an engine can do without
+    from pd_control.http.metrics import Meter
+    from pd_control.reference.metrics import ControlCollector
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,15 @@ class ServeConfig:
     cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "pd-control")
 
 
+def make_meter() -> Meter | None:
+    """None without ``prometheus_client``; ``/metrics`` then says what to install."""
+    if find_spec("prometheus_client") is None:
+        return None
+    from pd_control.http.metrics import Meter
+
+    return Meter(OUTCOMES)
+
+
 class Serving:
     """A running engine process. Made by :meth:`open`; ``url`` and ``stopped`` are its public face."""
 
@@ -53,6 +67,8 @@ class Serving:
         self.engine: Engine | None = None
         self.runtime: SchedulerRuntime | None = None
         self._runner: web.AppRunner | None = None
+        self._meter: Meter | None = None
+        self._control_collector: ControlCollector | None = None
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -75,7 +91,8 @@ class Serving:
         source = await asyncio.to_thread(prepared, config.engine.source, config.cache_dir)
         spec = read_spec(source)
         tokenizer = load_tokenizer(source)
-        front = Front()
+        meter = self._meter = make_meter()
+        front = Front(meter)
         engine_config = replace(config.engine, source=source)
         self.engine = Engine(engine_config, spec, front.on_output, self._fatal)
         if config.control is not None:
@@ -98,10 +115,14 @@ class Serving:
         ):
             raise TimeoutError(f"not every worker registered within {REGISTER_TIMEOUT_S:g} s")
         front.attach(self.engine)
+        if meter is not None:
+            self._collect(meter)
         server = CompletionServer(
             front,
             tokenizer,
             spec.name,
+            metrics=self._metrics if meter is not None else no_metrics,
+            on_refused=meter.refused if meter is not None else lambda: None,
             health=lambda: self.reason,
             control_info=self._control_info,
             answer_params=self._answer_params,
@@ -119,6 +140,23 @@ class Serving:
             await asyncio.to_thread(self.engine.close)
         if self.runtime is not None:
             await asyncio.to_thread(self.runtime.close)
+
+    def _collect(self, meter: Meter) -> None:
+        from pd_control.reference.metrics import ControlCollector, EngineCollector
+        from simple_rpc.prometheus import PrometheusExporter
+
+        assert self.engine is not None
+        meter.add(EngineCollector(self.engine))
+        if self.runtime is not None:
+            self._control_collector = ControlCollector()
+            meter.add(self._control_collector)
+            meter.add(PrometheusExporter(self.runtime.metrics))
+
+    async def _metrics(self) -> web.Response:
+        assert self._meter is not None
+        if self.runtime is not None and self._control_collector is not None:
+            await self._control_collector.update(self.runtime)
+        return self._meter.response()
 
     def _worker_control(self, rank: int) -> dict[str, Any]:
         assert self.runtime is not None
