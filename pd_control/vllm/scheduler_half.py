@@ -35,7 +35,14 @@ from pd_control.engine import (
     identity_digest,
 )
 from pd_control.protocol.errors import EngineContractError
-from pd_control.vllm.params import DecodeParams, ParamsError, PrefillParams, answer, parse
+from pd_control.vllm.params import (
+    DecodeParams,
+    ParamsError,
+    PrefillParams,
+    answer,
+    parse,
+    prompt_id,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -44,14 +51,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: References of failed loads that are remembered for :meth:`SchedulerHalf._new_on_d`.
+MAX_FAILED_REFERENCES = 1024
+
 
 class _Waiting:
     """One D request between its arrival and the report of its end to vLLM's scheduler."""
 
-    __slots__ = ("allocated_s", "is_allocated", "params", "request_id", "state", "why")
+    __slots__ = ("allocated_s", "is_allocated", "params", "prompt_id", "request_id", "state", "why")
 
     def __init__(self, request_id: str, params: DecodeParams) -> None:
         self.request_id = request_id
+        self.prompt_id = prompt_id(request_id)  # the samples of one request have it in common
         self.params = params
         #: joined (another sample loads it), wanted, here (nothing to load), loaded, failed, doomed (failed
         #: before vLLM had given it blocks), done
@@ -100,10 +111,11 @@ class SchedulerHalf:
         ] = {}  # blocks asked for in this scheduling pass and not given yet
         # D
         self._waiting: dict[str, _Waiting] = {}
-        self._leader: dict[str, str] = {}  # reference → the request that loads it
+        self._leader: dict[str, str] = {}  # prompt id → the sample that loads the prompt
         self._loaded: list[str] = []  # to report in update_connector_output
         self._stats: dict[str, Any] | None = None
         self._failed: dict[str, str] = {}  # to report by the workers of the next step, and why
+        self._told: dict[str, None] = {}  # references whose load has failed, the latest last
 
     # -- binding -----------------------------------------------------------------------------------
 
@@ -154,9 +166,13 @@ class SchedulerHalf:
                 "request %s: do_remote_prefill, but kv_role has no consumer", request.request_id
             )
             return
+        if getattr(request, "abort_immediately", False) and params.reference in self._told:
+            # vLLM tells of each answer that was an error by a request that is aborted at once, so that P is
+            # told. P knows of this one; and what P has refused may be somebody else's to take.
+            return
         waiting = _Waiting(request.request_id, params)
         self._waiting[request.request_id] = waiting
-        if params.reference in self._leader:
+        if waiting.prompt_id in self._leader:
             waiting.state = "joined"  # another sample of the same prompt loads it already
             return
         self._lead(request, waiting)
@@ -164,7 +180,7 @@ class SchedulerHalf:
     def _lead(self, request: Request, waiting: _Waiting) -> None:
         assert self.decode is not None
         params = waiting.params
-        self._leader[params.reference] = request.request_id
+        self._leader[waiting.prompt_id] = request.request_id
         waiting.state = "wanted"
         self.decode.add(
             DecodeRequest(
@@ -196,7 +212,7 @@ class SchedulerHalf:
         if waiting is None or waiting.state in ("done", "loaded", "failed"):
             return 0, False
         if waiting.state == "joined":
-            if waiting.params.reference in self._leader:
+            if waiting.prompt_id in self._leader:
                 return None, False  # asked again when the other sample has its KV, or failed
             # A hit is rounded down to a block, so up to a block may be missing of a prompt that is here.
             if self._wanted_end(request) <= num_computed + self._block_tokens:
@@ -414,9 +430,12 @@ class SchedulerHalf:
         waiting = self._ended(request_id, "failed")
         if waiting is None:
             return
+        self._told[waiting.params.reference] = None
+        if len(self._told) > MAX_FAILED_REFERENCES:
+            del self._told[next(iter(self._told))]
         waiting.why = f"{code.name}: {message}"
         self._count(code)
-        if self._leader.get(waiting.params.reference) == request_id:
+        if self._leader.get(waiting.prompt_id) == request_id:
             self._stop_leading(waiting)
             self._fail_followers(waiting)
         if waiting.is_allocated:
@@ -439,14 +458,13 @@ class SchedulerHalf:
         return waiting
 
     def _stop_leading(self, waiting: _Waiting) -> None:
-        reference = waiting.params.reference
-        if self._leader.get(reference) == waiting.request_id:
-            del self._leader[reference]
+        if self._leader.get(waiting.prompt_id) == waiting.request_id:
+            del self._leader[waiting.prompt_id]
 
     def _fail_followers(self, leader: _Waiting) -> None:
         """What was true for one sample is true for those that waited for it."""
         for other in self._waiting.values():
-            if other.state == "joined" and other.params.reference == leader.params.reference:
+            if other.state == "joined" and other.prompt_id == leader.prompt_id:
                 other.state, other.why = "doomed", leader.why
 
     def admit_request(self, request_id: str, content: Content, payload: Any) -> Refusal | None:

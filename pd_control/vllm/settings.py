@@ -12,6 +12,9 @@ SUPPORTED = ("0.32",)
 #: vLLM's core thread keeps Python's lock for seconds at a time, most of all while it starts, and the loop
 #: thread beside it cannot beat then. A dead process needs no heartbeat to be noticed.
 HEARTBEAT_S = 5.0
+#: Routers that ask P first send the request to D at once, but D may be busy; vLLM's default policy then turns
+#: a hold that was let go too early into an error. Elsewhere 1 s.
+PRESSURE_HOLD_S = 30.0
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
@@ -86,7 +89,11 @@ def make_config(
             f"policy.on_load_failure {policy['on_load_failure']!r}: inside vLLM it is vLLM's own "
             f"kv_load_failure_policy that decides, which is {on_load_failure!r}"
         )
-    deadlines = {"heartbeat_s": HEARTBEAT_S, **sections.pop("deadlines", {})}
+    deadlines = {
+        "heartbeat_s": HEARTBEAT_S,
+        "pressure_hold_s": PRESSURE_HOLD_S,
+        **sections.pop("deadlines", {}),
+    }
     return load(
         instance=engine_id,
         role=ROLES[kv_role],

@@ -1,0 +1,97 @@
+"""Stopping a real vLLM engine at a chosen point, so that a drill hits it there and nowhere else.
+
+An engine started with ``--scheduler-cls tests.vllm.gates.make_scheduler`` and `FOLDER` in its environment
+looks, before each scheduling pass, whether some request is at a *stage* for which a test holds a gate. If so
+its core thread waits there until the test opens the gate; its loop thread and its workers go on. Apart from
+that it is the sleeping scheduler.
+
+``prefill``
+    `PREFILL_TOKENS` of a prompt are computed, and more of it are to come (so the budget must be smaller);
+``decode``
+    two tokens of an answer are there, and more are to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: Environment variable: the folder of the gates' sockets.
+FOLDER = "PD_TEST_GATES"
+#: Several steps' worth: a destination that was there before the prompt is surely known by then.
+PREFILL_TOKENS = 384
+REACHED_S = 60.0
+
+
+class Gate:
+    """The test's side: a listening socket. Closed at first; opened for good by :meth:`open`."""
+
+    def __init__(self, folder: Path, stage: str) -> None:
+        self._path = folder / stage
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._listener.settimeout(REACHED_S)
+        self._engine: socket.socket | None = None
+
+    def wait_reached(self) -> None:
+        """Until the engine stands at the gate. Raises TimeoutError."""
+        self._engine, _ = self._listener.accept()
+
+    def open(self) -> None:
+        """The engine goes on, and meets this gate no more. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._listener.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.open()
+
+
+def _is_at(stage: str, requests: list[Any]) -> bool:
+    if stage == "prefill":
+        return any(PREFILL_TOKENS <= r.num_computed_tokens < r.num_prompt_tokens for r in requests)
+    return any(r.num_output_tokens >= 2 for r in requests)
+
+
+def _stand(folder: Path, requests: list[Any]) -> None:
+    """Core thread, before a pass."""
+    for stage in ("prefill", "decode"):
+        path = folder / stage
+        if path.exists() and _is_at(stage, requests):
+            # Nobody listens any more: the gate has just been opened.
+            with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+                sock.connect(str(path))
+                sock.recv(1)
+
+
+def make_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """For ``--scheduler-cls``."""
+    from pd_control.vllm import sleeping
+
+    # The sleeping scheduler looks for the engine core under this name in the frame that calls it.
+    self = sys._getframe(1).f_locals.get("self")  # noqa: F841
+    scheduler = sleeping.make_scheduler(*args, **kwargs)
+    folder, schedule = Path(os.environ[FOLDER]), scheduler.schedule
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        _stand(folder, list(scheduler.running))
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = gated
+    return scheduler
