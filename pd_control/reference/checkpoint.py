@@ -11,14 +11,15 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pd_control.reference.spec import TINY, ModelSpec
 
-Weights = dict[str, torch.Tensor]
+if TYPE_CHECKING:  # a scheduler process only reads shapes, and is up seconds earlier without it
+    import numpy as np
+    import torch
+
+    Weights = dict[str, torch.Tensor]
 
 #: GGUF tensor name → Hugging Face name; ``{}`` is the layer.
 _GGUF_NAMES = {
@@ -71,12 +72,16 @@ def _locate(source: str) -> Path:
     )
 
 
-def load(source: str, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
-    """The model behind ``source``: ``tiny``, ``tiny:SEED``, ``smollm2``, a GGUF file or a folder.
+def load(source: str, dtype: torch.dtype | None = None) -> tuple[ModelSpec, Weights]:
+    """The model behind ``source``, in float32 unless told otherwise: ``tiny``, ``tiny:SEED``, ``smollm2``,
+    a GGUF file or a folder.
 
     Raises:
         CheckpointError: nothing loadable there.
     """
+    import torch
+
+    dtype = dtype or torch.float32
     kind, _, seed = source.partition(":")
     if kind == "tiny":
         return TINY, random_weights(TINY, seed=int(seed or 0), dtype=dtype)
@@ -102,6 +107,8 @@ def prepared(source: str, cache: Path) -> str:
         return source
     folder = cache / f"{path.stem}-{path.stat().st_size}-f32"
     if not (folder / "config.json").is_file():
+        import torch
+
         from pd_control.reference.tokenizer import save_tokenizer
 
         spec, weights = _load_gguf(path, torch.float32)
@@ -115,12 +122,15 @@ def prepared(source: str, cache: Path) -> str:
     return str(folder)
 
 
-def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> Weights:
+def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype | None = None) -> Weights:
     """Seeded weights scaled by fan-in, so that the output truly depends on the whole context.
 
     The usual tiny initialisation makes attention nearly uniform and the logits nearly constant: two
     different prompts would agree, and wrong KV would pass for right KV.
     """
+    import torch
+
+    dtype = dtype or torch.float32
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, gain: float = 1.0) -> torch.Tensor:
@@ -261,6 +271,8 @@ def _gguf_spec(reader: Any, path: Path) -> ModelSpec:
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelSpec, Weights]:
     reader = _gguf_reader(path)
+    import numpy as np
+    import torch
     from gguf.quants import dequantize
 
     spec = _gguf_spec(reader, path)

@@ -23,7 +23,7 @@ from pd_control.reference.control import ControlPort
 from pd_control.reference.sampling import SamplingParams
 from pd_control.reference.scheduler import Scheduler, Sequence, StepPlan
 from pd_control.reference.spec import ModelSpec
-from pd_control.reference.worker import WorkerInit
+from pd_control.reference.wire import WorkerInit
 from pd_control.reference.worker_group import WorkerDiedError, WorkerGroup
 
 log = logging.getLogger(__name__)

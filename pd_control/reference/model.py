@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from pd_control.reference.checkpoint import Weights
 from pd_control.reference.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from pd_control.reference.checkpoint import Weights
 
 #: Sums a tensor over the tensor-parallel ranks, in place.
 AllReduce = Callable[[torch.Tensor], None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # only workers compute; a scheduler process does not load it
+    import torch
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     """The token after ``position``, from its logits ``(vocab,)`` in float32."""
     if params.temperature == 0.0:
         return int(logits.argmax())
+    import torch
+
     probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
     ordered, index = probabilities.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -15,6 +16,21 @@ import msgpack
 _LENGTH = struct.Struct("<I")
 #: A step of a few thousand sequences stays far below this; more means a broken stream.
 MAX_MESSAGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """The first message, as a dict of these fields. ``rendezvous`` is a file path for the rank group."""
+
+    source: str
+    tp_rank: int
+    tp_size: int
+    num_blocks: int
+    block_tokens: int
+    num_threads: int = 1
+    device: str = "cpu"
+    rendezvous: str = ""
+    control: dict[str, Any] | None = None
 
 
 class PeerGoneError(ConnectionError):

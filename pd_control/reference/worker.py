@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from pd_control.reference.checkpoint import load
 from pd_control.reference.model import AllReduce, Model, make_batch
 from pd_control.reference.sampling import SamplingParams, sample
-from pd_control.reference.wire import MessageSocket, PeerGoneError
+from pd_control.reference.wire import MessageSocket, PeerGoneError, WorkerInit
 
 
 class StepHooks(Protocol):
@@ -50,21 +49,6 @@ class NoHooks:
 
     def close(self) -> None:
         return None
-
-
-@dataclass(frozen=True)
-class WorkerInit:
-    """The first message, as a dict of these fields. ``rendezvous`` is a file path for the rank group."""
-
-    source: str
-    tp_rank: int
-    tp_size: int
-    num_blocks: int
-    block_tokens: int
-    num_threads: int = 1
-    device: str = "cpu"
-    rendezvous: str = ""
-    control: dict[str, Any] | None = None
 
 
 def make_reduce(init: WorkerInit) -> Any:

@@ -14,8 +14,7 @@ import tempfile
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from pd_control.reference.wire import MessageSocket, PeerGoneError
-from pd_control.reference.worker import WorkerInit
+from pd_control.reference.wire import MessageSocket, PeerGoneError, WorkerInit
 
 #: A worker whose socket is closed leaves its loop by itself; one stuck in a kernel is killed after this.
 STOP_GRACE_S = 5.0

@@ -17,8 +17,8 @@ from pd_control.reference.control import ControlPort
 from pd_control.reference.engine import Engine, EngineConfig, Output, Request
 from pd_control.reference.model import Model
 from pd_control.reference.sampling import SamplingParams
-from pd_control.reference.wire import MessageSocket
-from pd_control.reference.worker import WorkerInit, serve
+from pd_control.reference.wire import MessageSocket, WorkerInit
+from pd_control.reference.worker import serve
 from pd_control.reference.worker_group import WorkerGroup
 
 IDENTITY = "conformance"
