@@ -223,11 +223,9 @@ TEST(death_of_the_receiver_fails_its_senders) {
     const TransferHandle t = ends.open(key_of(7), 0, 16);
     ends.receiver.close();
     // What the sender hears depends on how far its OPEN had come: the end of its transfer, of the
-    // connection, or that the grant it names is closed.
+    // connection, or (the grants are closed before the connections) that it came too late.
     const std::string heard(code_name(ends.log->wait_result(t).code));
-    CHECK_EQ(heard == "ABORTED" || heard == "PEER_LOST" || heard == "GONE" || heard == "NOT_FOUND"
-                 ? "ended"
-                 : heard,
+    CHECK_EQ(heard == "ABORTED" || heard == "PEER_LOST" || heard == "GONE" ? "ended" : heard,
              "ended");
     ends.log->wait_lost();
     CHECK_EQ(code_name(ends.sink->last(1).code), "ABORTED");
@@ -300,7 +298,7 @@ TEST(nobody_answers_the_dial) {
   Cache source{Shape{}};
   auto log = std::make_shared<Log>();
   DataClientConfig config;
-  config.connect_timeout_ms = 60;
+  config.connect_timeout_ms = 500;  // long enough for the second get() on a busy machine
   DataClient client(source.cache, [](const DialRequest&) {}, config);
   const auto connection = client.get(peer_of(), log);
   CHECK(connection == client.get(peer_of(), log));
