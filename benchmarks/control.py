@@ -427,7 +427,11 @@ def measure_trace(num: int) -> dict[str, float]:
 
 
 def measure_inspect(num: int) -> dict[str, float]:
+    """`num` requests that wait at D, and `num` others that P has computed and holds."""
     pair = Pair(pack=False)
+    for ids in batches(num, 32, "held"):
+        pair.prefill(ids, add=True)
+        pair.settle()
     for i in range(num):
         pair.decode(f"r{i:06d}", Mode.DUAL)
         if len(pair.worker_work) > 64:

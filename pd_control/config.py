@@ -348,7 +348,7 @@ class Inspect:
         65_536, low=64, high=1 << 24, doc="Stage events kept in the ring (about 110 bytes each)."
     )
     page_requests: int = setting(
-        200, low=1, high=10_000, doc="Requests in one INSPECT page unless the caller wants fewer."
+        200, low=1, high=250, doc="Requests in one INSPECT page unless the caller wants fewer."
     )
 
     def __post_init__(self) -> None:

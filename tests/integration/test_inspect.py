@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pd_control.engine import Mode, OnFailure
+from pd_control.runtime.inspect import MAX_REQUESTS_PAGE
 from pd_control.testing.cluster import Cluster
 from pd_control.testing.inspect_client import InspectClient
 from pd_control.testing.node import Node
@@ -194,7 +195,7 @@ def test_ten_thousand_requests_come_in_pages() -> None:
         first = inspect.ask(d.address, "requests", side="decode")["requests"]
         assert len(first) == d.config.inspect.page_requests
         most = inspect.ask(d.address, "requests", side="decode", limit=100_000)["requests"]
-        assert len(most) == 500
+        assert len(most) == MAX_REQUESTS_PAGE
         ids = [row["request_id"] for row in inspect.requests(d.address, "decode")]
         assert ids == sorted(ids)
         assert len(ids) == len(set(ids)) >= 9_000
