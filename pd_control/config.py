@@ -173,6 +173,13 @@ class Deadlines:
                 f"at least deadlines.progress_s ({self.progress_s:g} s)",
                 f"{self.load_s:g} s",
             )
+        # A call may be repeated for as long as it lives, and must not be executed twice.
+        if self.tombstone_s < self.connect_s:
+            raise ConfigError(
+                "deadlines.tombstone_s",
+                f"at least deadlines.connect_s ({self.connect_s:g} s)",
+                f"{self.tombstone_s:g} s",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,11 @@ def test_unknown_keys_name_the_nearest(given: dict[str, object], nearest: str) -
         ({"deadlines": {"hold_s": float("nan")}}, "deadlines.hold_s", "finite"),
         ({"deadlines": {"hold_s": -1}}, "deadlines.hold_s", "at least 0.01 s"),
         ({"deadlines": {"hold_s": 300}}, "deadlines.hold_max_s", "at least deadlines.hold_s"),
+        (
+            {"deadlines": {"tombstone_s": 2}},
+            "deadlines.tombstone_s",
+            "at least deadlines.connect_s",
+        ),
         ({"limits": {"max_parked": 2.5}}, "limits.max_parked", "integer"),
         ({"deadlines": 3}, "deadlines", "table"),
         ({"network": {"listen": "127.0.0.1:1"}}, "network.listen", "tcp://HOST:PORT"),
