@@ -183,12 +183,12 @@ class PTransfer:
     @property
     def last_way(self) -> str:
         """Kind of the send that closed it, repairs apart: step, substep, frozen; nothing, if there was
-        nothing to send."""
+        nothing to send. Without a word of it yet, the core thread's step has carried it."""
         for way in reversed(self.ways):
             kind = way.partition(" ")[0]
             if kind != "repair":
                 return kind
-        return "nothing"
+        return "step" if self.completion.expected else "nothing"
 
     def send(self) -> Send:
         """The loop's own send of all that the core thread has not planned."""

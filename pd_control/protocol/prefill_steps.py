@@ -223,6 +223,11 @@ class StepLayer(TransferLayer):
             transfer is None
         ):  # every rank's SEND_DONE overtook this event on its way from the core thread
             self.counters.add("carried.over")
+            ended = self._done.get(key, self._now_s)
+            if ended is not None:
+                self.counters.add("sends.step")
+                ways = (*ended.ways, f"step {record.step}")
+                self._done.put(key, ended._replace(ways=ways), self._now_s)
             return
         transfer.submitted |= self._source_ranks(transfer)
         if transfer.live:

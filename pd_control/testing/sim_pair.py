@@ -383,7 +383,7 @@ class Pair:
     def _bind(self, rank: PairRank, bound: list[Send], send: Send) -> None:
         for target in self._targets(rank, send):
             out = rank.outgoing.setdefault((send.key, target), Outgoing())
-            if out.saw_last and not out.done:
+            if out.ok or (out.saw_last and not out.done):
                 raise Violation("send", f"rank {rank.rank} got a send after the last one")
             out.open_sends += 1
             out.saw_last = out.saw_last or send.last
@@ -423,6 +423,7 @@ class Pair:
         tokens = 0
         if out is not None:
             out.done = True
+            out.ok = code is Code.OK
             tokens = out.tokens
         event = ev.SendDone(rank.rank, bytes([80 + rank.rank]) * 16, key, target, tokens, code)
         self.put(f"p.report{rank.rank}", lambda: self.feed_p(event))

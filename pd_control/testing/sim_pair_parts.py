@@ -54,12 +54,13 @@ class Refs:
 class Outgoing:
     """One (transfer, target) at one P rank."""
 
-    __slots__ = ("done", "open_sends", "saw_last", "tokens")
+    __slots__ = ("done", "ok", "open_sends", "saw_last", "tokens")
 
     def __init__(self) -> None:
         self.open_sends = 0
         self.saw_last = False
         self.done = False
+        self.ok = False  # done, and all of it was sent
         self.tokens = 0
 
 

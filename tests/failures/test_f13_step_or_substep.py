@@ -64,6 +64,31 @@ def test_each_send_rides_the_step_it_names(engine_thread_sends_substeps: bool) -
         assert all((a == b).all() for a, b in zip(target.bytes(), want, strict=True))
 
 
+def test_the_forward_may_run_on_another_thread_than_the_one_that_initialised() -> None:
+    """Every call of the engine comes from a thread of its own; early, timely and late stay what they are."""
+    with Target(SHAPE) as target, step_process(SHAPE) as p:
+
+        def elsewhere(name: str, *args: object) -> object:
+            return p.call("elsewhere", name, *args)
+
+        before = target.bytes()
+        for key in (1, 2, 3, 4):
+            target.grant(key, [key], 0, 16)
+        elsewhere("submit", 7, 1, [target.port], [10], [1], 0, 16)
+        assert p.call("substep", 7, 1, 2, [target.port], [11], [2], 0, 16) == "kept"  # early
+        elsewhere("start", 7)
+        assert p.call("substep", 7, 2, 3, [target.port], [12], [3], 0, 16) == "taken"
+        for layer in range(SHAPE.layers):
+            elsewhere("compute", layer, 7)
+            elsewhere("record", 7, layer)
+        assert elsewhere("finish", 7) == 2
+        assert p.call("substep", 7, 3, 4, [target.port], [13], [4], 0, 16) == "late"
+        assert {target.completion(n)[0] for n in (1, 2, 3)} == {1, 2, 3}
+        sent = [(7, [10], [1], 0, 16), (7, [11], [2], 0, 16), (7, [12], [3], 0, 16)]
+        want = expected_after(SHAPE, before, sent)
+        assert all((a == b).all() for a, b in zip(target.bytes(), want, strict=True))
+
+
 def test_a_substep_of_another_step_is_not_this_ones() -> None:
     """The same numbers from the same thread: only the step in the message tells them apart."""
     with Target(SHAPE) as target, step_process(SHAPE) as p:

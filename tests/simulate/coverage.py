@@ -38,7 +38,8 @@ _CLIENTS = (
 _STEPS = (
     *("send.main_step", "send.frozen", "substep.early", "substep.timely", "substep.late"),
     *("p.sends.step", "p.sends.frozen", "p.sends.substep", "p.sends.repaired"),
-    *("p.substeps.taken", "p.substeps.refused", "p.substeps.unknown"),
+    *("p.substeps.taken", "p.substeps.refused", "p.substeps.unknown", "p.substeps.withdrawn"),
+    *("p.substeps.missed", "p.repairs.dropped", "p.ways.step", "p.ways.substep", "p.ways.frozen"),
     *("engine.preemptions", "engine.prefix_hits", "prefill.first_token_early"),
 )
 _HOLDS = (

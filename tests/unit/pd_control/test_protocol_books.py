@@ -21,10 +21,10 @@ from pd_control.testing.sim_scenario import draw_scenario
 PROMPT = content(16)
 
 
-def make(p_tp: int, generation: Generation = Generation.SUBSTEP) -> Pair:
-    settings = Settings(generation=generation, on_failure=ev.OnFailure.FAIL)
+def make(p_tp: int, num_takers: int = 1) -> Pair:
+    settings = Settings(generation=Generation.SUBSTEP, on_failure=ev.OnFailure.FAIL)
     pair = Pair(Topology(p_tp, num_kv_heads=4), Topology(1, num_kv_heads=4), settings)
-    pair.add_p_request("p-r", PROMPT)
+    pair.add_p_request("p-r", PROMPT, num_takers)
     return pair
 
 
@@ -188,3 +188,19 @@ def test_the_simulation_notices_a_repair_that_is_not_booked(
                 assert "sends.repaired" in result.failure
                 return
     pytest.fail("nobody noticed")
+
+
+def test_send_done_that_overtakes_its_plan_is_a_step_whose_number_comes_later() -> None:
+    pair = make(1, num_takers=2)  # the request stays, so its plan is not after its end
+    key = want(pair)  # the core thread has the offer
+    plan = pair.planner.plan_step(1, [ScheduledRequest("p-r", 0, 16, pair.blocks_for(16))])
+    assert [send.key for send in plan.sends] == [key]
+    assert deliver(pair, key)["ways"] == []
+    assert pair.p.counters["ways.step"] == 1
+    pair.to_p(plan.event)
+    pair.pump()
+    ended = pair.p.ended(key, pair.now_s)
+    assert ended is not None
+    assert ended["ways"] == ["step 1"]
+    assert pair.p.counters["sends.step"] == 1
+    assert books_problem(pair.p, pair.now_s) == ""
