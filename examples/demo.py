@@ -26,6 +26,7 @@ from rich.text import Text
 
 from pd_control.cli.endpoints import Asker
 from pd_control.cli.load import Job, Result, complete
+from pd_control.cli.picture import PictureError, timeline_svg
 from pd_control.cli.stages import SideEvents, collect_events, hand_off_s, perfetto, stage_times
 from pd_control.reference.checkpoint import read_spec, smollm2_path
 from pd_control.reference.cluster import Cluster, ClusterError
@@ -92,10 +93,13 @@ def make_items(tokenizer: Tokenizer, longest: int) -> list[Item]:
     ]
 
 
-def save_trace(trace: dict[str, Any]) -> Path:
+def save_trace(sides: list[SideEvents], request_id: str) -> Path:
+    """The stage trace of all requests, and the timeline of one as a picture."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / "trace.json"
-    path.write_text(json.dumps(trace))
+    path.write_text(json.dumps(perfetto(sides)))
+    with contextlib.suppress(PictureError):  # a request that failed has none; the table says why
+        (OUTPUT / "timeline.svg").write_text(timeline_svg(sides, request_id))
     return path
 
 
@@ -150,7 +154,8 @@ class Demo:
             await self._run_all(http)
         leaked = await self._pinned()  # the last acknowledgements are in: so are their events
         await self._take_stages()
-        path = save_trace(perfetto(self.sides))
+        longest = self.items[-1].split
+        path = save_trace(self.sides, longest.request_id if longest else "")
         return self._report(time.monotonic() - began, leaked, path)
 
     async def _start(self) -> None:
@@ -283,7 +288,8 @@ class Demo:
             self.out.print(Text(f"{verdict}, token for token.", style=f"bold {style}"))
             self.out.print(
                 f"KV blocks still pinned on P and D: {leaked}.  {took_s:.0f} s in all.  "
-                f"Stage trace: {path} (open it in ui.perfetto.dev)",
+                f"Stage trace: {path} (open it in ui.perfetto.dev), "
+                f"of the last request drawn: {path.with_name('timeline.svg')}",
                 highlight=False,
             )
         return 1 if different or failed or leaked else 0

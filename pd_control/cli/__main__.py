@@ -13,6 +13,8 @@ def main() -> None:
             raise
         print(f"pdctl needs {error.name}: pip install 'pd-control[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # in the second in which everything is imported
+        raise SystemExit(130) from None
     run()
 
 

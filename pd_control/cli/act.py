@@ -34,6 +34,7 @@ from pd_control.cli.options import (
     print_json,
     run,
 )
+from pd_control.cli.picture import PictureError, timeline_svg
 from pd_control.cli.stages import SideEvents, collect_events, make_sides, perfetto
 
 #: Processes on one machine share a clock; more than this between two says that they do not.
@@ -57,6 +58,9 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path(
         "pd-trace.json"
     ),
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw the request's timeline (.svg).")
+    ] = None,
     endpoint: EndpointOption = None,
     state_dir: StateDirOption = None,
     secret_file: SecretOption = None,
@@ -64,6 +68,8 @@ def trace(
     """Write a Chrome/Perfetto trace, P and D on one clock. Open it in ui.perfetto.dev."""
     if bool(request) == every:
         fail("give a request id, or --all", USAGE)
+    if picture is not None and every:
+        fail("--picture shows one request: give its id", USAGE)
 
     async def main() -> list[SideEvents]:
         async with make_asker(endpoint, state_dir, secret_file) as asker:
@@ -77,9 +83,13 @@ def trace(
 
     try:
         output.write_text(json.dumps(perfetto(sides)))
-    except OSError as error:
-        fail(f"cannot write {output}: {error}")
+        if picture is not None:
+            picture.write_text(timeline_svg(sides, request))
+    except (OSError, PictureError) as error:
+        fail(str(error))
     console().print(f"{count} stage events of {len(sides)} processes in {output}", highlight=False)
+    if picture is not None:
+        console().print(f"timeline in {picture}", highlight=False)
 
 
 # -- abort ---------------------------------------------------------------------------------------------

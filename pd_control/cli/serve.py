@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from pd_control.cli.endpoints import default_state_dir
-from pd_control.cli.options import NO, OK, USAGE, StateDirOption, fail
+from pd_control.cli.options import INTERRUPTED, NO, OK, USAGE, StateDirOption, fail
 from pd_control.config import Config, ConfigError, load
 
 ROLES = ("prefill", "decode", "both", "undivided")
@@ -39,17 +39,24 @@ def control_config(
     )
 
 
-async def until_stopped(died: asyncio.Event) -> bool:
-    """Wait for SIGINT, SIGTERM or the engine's death; True for a signal."""
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    waits = [asyncio.ensure_future(e.wait()) for e in (told, died)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    return told.is_set()
+class Signals:
+    """SIGINT and SIGTERM, caught from now on. Make it on the loop that waits for them."""
+
+    def __init__(self) -> None:
+        self._told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._tell)
+
+    def _tell(self) -> None:
+        self._told.set()
+
+    async def until(self, other: asyncio.Future[Any]) -> bool:
+        """Wait for a signal or for ``other``, which is not cancelled; True for a signal."""
+        told = asyncio.ensure_future(self._told.wait())
+        await asyncio.wait({told, other}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        return self._told.is_set()
 
 
 def ready_line(**fields: Any) -> None:
@@ -125,10 +132,17 @@ def serve(
     )
 
     async def main() -> int:
+        signals = Signals()
+        opening = asyncio.ensure_future(Serving.open(whole))
+        if await signals.until(opening):
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            return INTERRUPTED
         try:
-            serving = await Serving.open(whole)
+            serving = await opening
         except (CheckpointError, WorkerDiedError, TimeoutError, OSError, ValueError) as error:
             fail(f"cannot serve: {error}")
+        died = asyncio.ensure_future(serving.stopped.wait())
         try:
             address = serving.runtime.advertised_address() if serving.runtime else ""
             assert serving.engine is not None
@@ -139,11 +153,12 @@ def serve(
                 control=address,
                 workers=serving.engine.worker_pids,
             )
-            if await until_stopped(serving.stopped):
+            if await signals.until(died):
                 return OK
             print(f"pdctl: the engine has died: {serving.reason}", file=sys.stderr)
             return NO
         finally:
+            died.cancel()
             await serving.close()
 
     raise typer.Exit(_run(main))
@@ -185,7 +200,7 @@ def proxy(
         except OSError as error:
             fail(f"cannot listen on {host}:{port}: {error}")
         ready_line(url=f"http://{host}:{real_port}", role="proxy", mode=mode)
-        await until_stopped(asyncio.Event())
+        await Signals().until(asyncio.get_running_loop().create_future())
         await runner.cleanup()
         return OK
 

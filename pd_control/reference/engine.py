@@ -121,7 +121,7 @@ class Engine:
         self._worker_control: Callable[[int], dict[str, Any] | None] = lambda rank: None
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._stopping = False
+        self._stopping = self._has_started = False
         self._dead = ""
         self._in_flight: StepPlan | None = None
         self._workers: WorkerGroup | None = None
@@ -146,7 +146,7 @@ class Engine:
         """Start the workers, wait until they are ready, start the core thread. Not re-startable.
 
         Raises:
-            WorkerDiedError, TimeoutError: no engine; the workers are gone.
+            WorkerDiedError, TimeoutError: no engine, or closed meanwhile; the workers are gone.
         """
         config = self.config
         inits = [
@@ -164,11 +164,14 @@ class Engine:
         ]
         self._workers = self._open_workers(inits)
         try:
+            if self._stopping:
+                raise WorkerDiedError("the engine was closed while it started")
             self._workers.wait_ready(LOAD_TIMEOUT_S)
         except BaseException:
             self._workers.close()
             raise
         self._thread.start()
+        self._has_started = True
 
     def submit(self, request: Request) -> None:
         """Take a request in; its end, good or bad, arrives through ``on_output``."""
@@ -188,13 +191,19 @@ class Engine:
             pass  # closed: there is nobody to wake
 
     def close(self) -> None:
-        """Stop the core thread, fail what is left as aborted, end every worker. Idempotent."""
+        """Stop the core thread, fail what is left as aborted, end every worker. Idempotent.
+
+        While :meth:`start` is still at work on another thread this ends the workers, and start raises.
+        """
         self._stopping = True
         self.wake()
         if self._thread.is_alive():
             self._thread.join()
         if self._workers is not None:
-            self._workers.close()
+            if self._has_started:
+                self._workers.close()
+            else:
+                self._workers.kill()
         for descriptor in (self._wake_read, self._wake_write):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -134,14 +135,20 @@ class WorkerGroup:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return WorkerDiedError(f"worker of rank {rank} (pid {process.pid}) ended: {how}")
 
+    def kill(self) -> None:
+        """Any thread: end the workers at once, so that whoever waits for them hears of it."""
+        for process in self._processes:
+            process.kill()  # nothing if it has been waited for
+
     def close(self) -> None:
         """End every worker and wait for it; none is left behind. Idempotent."""
         self._selector.close()
         for link in self._links:
             link.close()
+        deadline_s = time.monotonic() + STOP_GRACE_S
         for process in self._processes:
             try:
-                process.wait(timeout=STOP_GRACE_S)
+                process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,24 @@ _names = itertools.count()
 def tokens(seed: int, count: int, vocab: int = 500) -> list[int]:
     """A prompt that no other seed shares a block with."""
     return [(seed * 7919 + i * i * 31 + i * 17) % vocab for i in range(count)]
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below ``pid`` that is no zombie."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found, new = set[int](), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new}
+        found |= new
+    return found
 
 
 @dataclass

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.split_kit import GUARD_S, descendants
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "trace_small.jsonl"
-GUARD_S = 120.0
 
 
 def command(folder: Path, *args: str) -> list[str]:
@@ -53,24 +54,6 @@ def test_a_trace_is_replayed_and_its_figures_saved(tmp_path: Path) -> None:
     assert hand_off["requests"] == 32, "every request came through P"
     assert 0 < hand_off["control_ms"]["p50"] <= hand_off["whole_ms"]["p50"]
     assert "<svg" in picture.read_text()
-
-
-def descendants(pid: int) -> set[int]:
-    """Every process below ``pid`` that is no zombie."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has just ended
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found, new = set[int](), {pid}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new}
-        found |= new
-    return found
 
 
 @pytest.mark.parametrize(
@@ -110,3 +93,25 @@ def test_it_takes_everything_down_when_it_is_stopped(
     assert not {p for p in below if Path(f"/proc/{p}").exists()}, "all that it started has ended"
     assert list(scratch.iterdir()) == []
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_an_engine_that_is_stopped_while_it_loads_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pd_control.cli", "serve", "--role", "both", "--tp", "2",
+         "--state-dir", str(tmp_path / "state")],
+        env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + GUARD_S
+        while len(below := descendants(process.pid)) < 2:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=GUARD_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, output) == (130, "")
+    assert not {p for p in below if Path(f"/proc/{p}").exists()}
+    assert not list(tmp_path.glob("pd-control-*")), "the ranks' meeting place is gone"
