@@ -88,7 +88,7 @@ async def complete(
                 if usage:
                     details = usage.get("prompt_tokens_details") or {}
                     result.cached_tokens = details.get("cached_tokens", 0)
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:  # or no JSON
         result.error = str(error) or type(error).__name__
     finally:
         result.total_s = time.monotonic() - began

@@ -71,7 +71,9 @@ def serve(
     ] = "tiny",
     instance: Annotated[str, typer.Option(help="Unique name; default: ROLE-PID.")] = "",
     host: Annotated[str, typer.Option(help="HTTP address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="HTTP port; 0 picks one and reports it.")] = 0,
+    port: Annotated[
+        int, typer.Option(help="HTTP port; 0 picks one and reports it.", min=0, max=65535)
+    ] = 0,
     tp: Annotated[int, typer.Option(help="Tensor-parallel worker processes.", min=1)] = 1,
     blocks: Annotated[int, typer.Option(help="KV blocks.", min=1)] = 512,
     block_tokens: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = 16,
@@ -178,7 +180,9 @@ def proxy(
     retries: Annotated[int, typer.Option(help="Attempts after the first.", min=0, max=10)] = 1,
     on_failure: Annotated[str, typer.Option(help="Told to D: fail, recompute or retry.")] = "",
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks one and reports it.")] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port; 0 picks one and reports it.", min=0, max=65535)
+    ] = 0,
 ) -> None:
     """One address in front of P and D servers; a client that leaves aborts both halves."""
     from pd_control.http.completions import serve_app

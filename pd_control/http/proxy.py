@@ -87,9 +87,13 @@ class Upstream:
         Raises:
             ValueError: neither.
         """
-        url, _, control = text.rstrip("/").partition("@")
+        url, _, control = text.partition("@")
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port beyond 65535, or none
+            good = False
+        if not good:
             raise ValueError(f"expected http://host:port[@control_host:port], got {text!r}")
         found = None
         if control:
@@ -97,7 +101,7 @@ class Upstream:
             if not host or not port.isdigit():
                 raise ValueError(f"expected control_host:port after the @, got {control!r}")
             found = (host, int(port))
-        return cls(parts.geturl(), found, is_asked=found is None)
+        return cls(parts.geturl().rstrip("/"), found, is_asked=found is None)
 
     def learn(self, params: Any, now_s: float) -> None:
         """Where its control plane is now, from ``kv_transfer_params`` of an answer."""
@@ -278,12 +282,13 @@ class Proxy:
         if p is None:
             remote["mode"] = "single"
             return await self._decode_half(path, body, remote, transfer_id, d, sender)
-        most = body.get("max_tokens")
+        most = body.get("max_completion_tokens", body.get("max_tokens"))
         is_wrong = most is not None and not (type(most) is int and most >= 1)
         # What D will refuse P must refuse, too, or it would hold KV that nobody asks for.
         half = body | {"max_tokens": most if is_wrong else 1, "stream": False}
         half["request_id"] = transfer_id
-        half.pop("stream_options", None)
+        for name in ("max_completion_tokens", "min_tokens", "stream_options"):
+            half.pop(name, None)
         half["kv_transfer_params"] = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -317,7 +322,11 @@ class Proxy:
 
     async def _prefill_half(self, path: str, body: dict[str, Any], p: Upstream) -> dict[str, Any]:
         async with self._post(p, path, body) as answer:
-            result = await answer.json()
+            try:
+                result = await answer.json()
+            except (aiohttp.ClientError, ValueError) as error:
+                p.num_failures += 1
+                raise UpstreamError(502, f"{p.url} broke off: {error}", retry=True) from error
         if not isinstance(result, dict):
             return {}
         p.learn(result.get("kv_transfer_params"), asyncio.get_running_loop().time())
@@ -380,11 +389,17 @@ class Proxy:
                             f"{p.url}@control_host:port", retry=True,
                         )  # fmt: skip
                     info = await answer.json()
+                p.control = (str(info["control_host"]), int(info["control_port"]))
+                p.engine_id = str(info["engine_id"])
             except aiohttp.ClientError as error:
                 p.failed_to_connect(now_s)
                 raise UpstreamError(502, f"{p.url}: {error}", retry=True) from error
-            p.control = (str(info["control_host"]), int(info["control_port"]))
-            p.engine_id = str(info["engine_id"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise UpstreamError(
+                    502,
+                    f"{p.url}/pd does not say where its control plane is: {error!r}",
+                    retry=True,
+                ) from error
             p.asked_at_s = now_s
         return p.control
 
