@@ -5,6 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 LOG    := $(VENV)/install.log
+VLLM   ?= 0.32.0
+VLLM_VENV := $(VENV)-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 NATIVE := $(shell find kvt_bindings/cpp \( -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) -not -path '*/tests/*')
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
@@ -76,9 +78,9 @@ sanitize: $(STAMP)-native ## the native tests under the address, undefined-behav
 simulate: $(STAMP)-native $(STAMP)-test ## 2,000 seeds of the whole-system simulation
 	@$(BIN)/python -m tests.simulate --seeds 2000 $(ARGS)
 
-vllm: ## the tests on real vLLM servers, in a venv of their own (two minutes to make, then kept)
-	@PYTHON=$(PYTHON) tools/vllm_venv.sh $(VENV)-vllm && $(VENV)-vllm/bin/python -m pytest -q tests/vllm $(ARGS)
+vllm: ## the tests on real vLLM servers, in a venv of their own (two minutes to make, then kept); VLLM=0.31.0
+	@PYTHON=$(PYTHON) tools/vllm_venv.sh $(VLLM_VENV) $(VLLM) && $(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)
 
 clean: ## remove everything that the targets above made
-	@rm -rf $(VENV) $(VENV)-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@rm -rf $(VENV) $(VENV)-vllm* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,13 +28,24 @@ HOST = "127.0.0.1"
 LOGS = Path("build/vllm-pair")
 #: Loading vLLM takes half a minute on a quiet machine, and several on a busy one.
 START_S = 600.0
+PROGRESS_S = 5.0
+END_S = 20.0
 QUESTION = "The capital of France is"
+#: How the small model was trained to be spoken to.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class Programs:
@@ -45,7 +56,7 @@ class Programs:
 
     def start(self, name: str, command: list[str], env: dict[str, str]) -> None:
         LOGS.mkdir(parents=True, exist_ok=True)
-        print(f"starting {name} (log: {LOGS / name}.log)", flush=True)
+        say(f"starting {name} (log: {LOGS / name}.log)")
         with (LOGS / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -53,25 +64,36 @@ class Programs:
             )  # fmt: skip
         self._running.append((name, process))
 
-    def wait_for(self, url: str) -> None:
+    def wait_for(self, name: str, url: str) -> None:
         """Until it answers. Exits with a log's end if a program has ended meanwhile."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            for name, process in self._running:
-                if process.poll() is not None:
-                    log = (LOGS / f"{name}.log").read_text(errors="replace").splitlines()
-                    sys.exit("\n".join(log[-20:]) + f"\n{name} ended with {process.returncode}")
+        began = told = time.monotonic()
+        while time.monotonic() < began + START_S:
+            self.check()
             with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
                 return
+            if time.monotonic() > told + PROGRESS_S:
+                told = time.monotonic()
+                say(f"waiting for {name} ({told - began:.0f} s)")
             time.sleep(0.2)
         sys.exit(f"{url} does not answer after {START_S:g} s")
 
+    def check(self) -> None:
+        """Exits, with the end of its log, if a program has ended."""
+        for name, process in self._running:
+            if process.poll() is not None:
+                log = (LOGS / f"{name}.log").read_text(errors="replace").splitlines()
+                sys.exit("\n".join(log[-20:]) + f"\n{name} ended with {process.returncode}")
+
     def close(self) -> None:
+        """Everything is gone afterwards, however impatient the user is."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for _, process in reversed(self._running):
             process.terminate()
+        deadline = time.monotonic() + END_S
         for _, process in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -89,6 +111,7 @@ def vllm_command(model: str, port: int, role: str, name: str, control_port: int)
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--served-model-name", "smollm2", "--host", HOST, "--port", str(port), "--enforce-eager",
         "--dtype", "float32", "--max-model-len", "2048", "--block-size", "32",
+        "--chat-template", CHAT_TEMPLATE,
         "--scheduler-cls", "pd_control.vllm.sleeping.make_scheduler",
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
@@ -100,8 +123,10 @@ def model_folder(given: str) -> str:
         return given
     from pd_control.reference.checkpoint import CheckpointError, prepared
 
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-control"
+    say(f"the small model (SmolLM2-135M), under {cache}")
     try:
-        return prepared("smollm2", Path.home() / ".cache" / "pd-control")
+        return prepared("smollm2", cache)
     except CheckpointError as error:
         sys.exit(f"{error}; or give --model FOLDER")
 
@@ -122,24 +147,31 @@ def run(arguments: argparse.Namespace, programs: Programs) -> None:
         "--decode", f"http://{HOST}:{d_port}", "--port", str(proxy_port),
     ]  # fmt: skip
     programs.start("proxy", proxy, env)
-    programs.wait_for(f"http://{HOST}:{p_port}/health")
-    programs.wait_for(f"http://{HOST}:{d_port}/health")
-    body = {
-        "model": "smollm2", "prompt": arguments.prompt, "max_tokens": 24, "temperature": 0,
-    }  # fmt: skip
-    url = f"http://{HOST}:{proxy_port}/v1/completions"
-    answer = ask(url, body)
-    print(f"\n{arguments.prompt}\033[1m{answer['choices'][0]['text']}\033[0m\n")
+    for name, port in (("prefill", p_port), ("decode", d_port), ("proxy", proxy_port)):
+        programs.wait_for(name, f"http://{HOST}:{port}/health")
+    url = f"http://{HOST}:{proxy_port}"
+    body = {"model": "smollm2", "prompt": arguments.prompt, "max_tokens": 24, "temperature": 0}
+    answer = ask(f"{url}/v1/completions", body)
+    say(f"\n{arguments.prompt}\033[1m{answer['choices'][0]['text']}\033[0m\n")
     pdctl("doctor", "-e", f"{HOST}:{d_control}", "-e", f"{HOST}:{p_control}")
+    if arguments.json:
+        ready = {
+            "proxy": url, "answer": answer["choices"][0]["text"],
+            "prefill": {"url": f"http://{HOST}:{p_port}", "control": f"{HOST}:{p_control}"},
+            "decode": {"url": f"http://{HOST}:{d_port}", "control": f"{HOST}:{d_control}"},
+        }  # fmt: skip
+        print(json.dumps(ready), flush=True)
     if arguments.keep:
-        print(f"\nproxy {url}; pdctl -e {HOST}:{d_control} -e {HOST}:{p_control}; Ctrl-C ends it")
-        signal.pause()
+        say(f"\nproxy {url}; pdctl ps -e {HOST}:{d_control} -e {HOST}:{p_control}; Ctrl-C ends it")
+        while True:
+            programs.check()
+            time.sleep(1.0)
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """With curl, as anybody would."""
     command = ["curl", "-sS", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
-    print("\n$ " + shlex.join(command), flush=True)
+    say("\n$ " + shlex.join(command))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"curl: {done.stderr}")
@@ -150,8 +182,10 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def pdctl(*arguments: str) -> None:
-    print("$ pdctl " + shlex.join(arguments), flush=True)
-    subprocess.run([sys.executable, "-m", "pd_control.cli", *arguments], check=True)
+    say("$ pdctl " + shlex.join(arguments))
+    subprocess.run(
+        [sys.executable, "-m", "pd_control.cli", *arguments], check=True, stdout=sys.stderr
+    )
 
 
 def main() -> int:
@@ -160,6 +194,7 @@ def main() -> int:
     parser.add_argument("--mode", default="dual", choices=["dual", "sequential"])
     parser.add_argument("--prompt", default=QUESTION)
     parser.add_argument("--keep", action="store_true", help="stay up until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print a line with all addresses")
     arguments = parser.parse_args()
     if shutil.which("curl") is None:
         sys.exit("curl is needed")
@@ -168,7 +203,8 @@ def main() -> int:
     try:
         run(arguments, programs)
     except KeyboardInterrupt:
-        print()
+        say("")
+        return 130
     finally:
         programs.close()
     return 0

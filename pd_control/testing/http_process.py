@@ -62,20 +62,95 @@ class Answer:
         return found
 
 
-class HttpProcess:
-    """One program that serves HTTP at ``url``, and all processes in its session."""
+class HttpServer:
+    """A server somewhere, which knows its model under the name ``model``."""
+
+    def __init__(self, url: str, model: str = "m") -> None:
+        self.url, self.model = url, model
+        self.port = int(url.rpartition(":")[2])
+
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float = ANSWER_S,
+        request_id: str = "",
+    ) -> Answer:
+        """An HTTP error is an answer too; no answer raises OSError."""
+        headers = {"Content-Type": "application/json"}
+        if request_id:
+            headers["X-Request-Id"] = request_id
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                status, text = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read()
+        seconds = time.monotonic() - began
+        if body.get("stream") and status == 200:
+            return Answer(status, _join_stream(text), seconds)
+        return Answer(status, json.loads(text), seconds)
+
+    def ask(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int = 8,
+        params: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = ANSWER_S,
+        request_id: str = "",
+        **more: Any,
+    ) -> Answer:
+        """One completion, greedy. Raises as :meth:`post`."""
+        body: dict[str, Any] = {
+            "model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **more,
+        }  # fmt: skip
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return self.post("/v1/completions", body, timeout_s=timeout_s, request_id=request_id)
+
+    def leave(
+        self, prompt: Sequence[int], max_tokens: int = 8, params: dict[str, Any] | None = None
+    ) -> socket.socket:
+        """A client that asks and does not wait: close the socket to leave."""
+        request: dict[str, Any] = {
+            "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True,
+        }  # fmt: skip
+        if params is not None:
+            request["kv_transfer_params"] = params
+        body = json.dumps(request).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        sock = socket.create_connection((HOST, self.port))
+        sock.sendall(head.encode() + body)
+        return sock
+
+
+class HttpProcess(HttpServer):
+    """One program that serves HTTP, and all processes in its session."""
 
     def __init__(
-        self, command: Sequence[str], port: int, log: Path, env: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        env: Mapping[str, str],
+        *,
+        model: str = "m",
     ) -> None:
-        self.port, self.log, self.url = port, log, f"http://{HOST}:{port}"
+        super().__init__(f"http://{HOST}:{port}", model)
+        self.log = log
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, env=os.environ | env,
             )  # fmt: skip
-
-    # -- life --------------------------------------------------------------------------------------
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Until it serves. Raises with the end of its log if it ended, or did not in time."""
@@ -120,12 +195,12 @@ class HttpProcess:
     def wait_end(self, timeout_s: float = ANSWER_S) -> int:
         return self._process.wait(timeout_s)
 
-    def close(self) -> None:
+    def close(self, wait_s: float = END_S) -> None:
         """Asks, then kills; every process of the session is gone afterwards."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+                self._process.wait(wait_s)
         for pid in self.session():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -141,70 +216,6 @@ class HttpProcess:
                 name = _command(pid).split("\0")[0][:40]
                 found[f"{name}:{pid}"] = ticks / os.sysconf("SC_CLK_TCK")
         return found
-
-    # -- asking ------------------------------------------------------------------------------------
-
-    def post(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        timeout_s: float = ANSWER_S,
-        request_id: str = "",
-    ) -> Answer:
-        """An HTTP error is an answer too; no answer raises OSError."""
-        headers = {"Content-Type": "application/json"}
-        if request_id:
-            headers["X-Request-Id"] = request_id
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        began = time.monotonic()
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                status, text = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read()
-        seconds = time.monotonic() - began
-        if body.get("stream") and status == 200:
-            return Answer(status, _join_stream(text), seconds)
-        return Answer(status, json.loads(text), seconds)
-
-    def ask(
-        self,
-        prompt: Sequence[int] | str,
-        max_tokens: int = 8,
-        params: dict[str, Any] | None = None,
-        *,
-        timeout_s: float = ANSWER_S,
-        request_id: str = "",
-        **more: Any,
-    ) -> Answer:
-        """One completion, greedy. Raises as :meth:`post`."""
-        body: dict[str, Any] = {
-            "model": "m", "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, **more,
-        }  # fmt: skip
-        if params is not None:
-            body["kv_transfer_params"] = params
-        return self.post("/v1/completions", body, timeout_s=timeout_s, request_id=request_id)
-
-    def leave(
-        self, prompt: Sequence[int], max_tokens: int = 8, params: dict[str, Any] | None = None
-    ) -> socket.socket:
-        """A client that asks and does not wait: close the socket to leave."""
-        request: dict[str, Any] = {
-            "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True,
-        }  # fmt: skip
-        if params is not None:
-            request["kv_transfer_params"] = params
-        body = json.dumps(request).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        sock = socket.create_connection((HOST, self.port))
-        sock.sendall(head.encode() + body)
-        return sock
 
 
 def _pids() -> list[int]:

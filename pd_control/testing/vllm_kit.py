@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pd_control.testing.http_process import ANSWER_S, HOST, Answer, HttpProcess, free_port
+from pd_control.testing.http_process import (
+    ANSWER_S,
+    END_S,
+    HOST,
+    Answer,
+    HttpProcess,
+    HttpServer,
+    free_port,
+)
 
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 1024
@@ -104,8 +112,8 @@ class VllmServer(HttpProcess):
         super().__init__(command, port, log, environment | (env or {}))
         self.running.append(self)
 
-    def close(self) -> None:
-        super().close()
+    def close(self, wait_s: float = END_S) -> None:
+        super().close(wait_s)
         if self in self.running:
             self.running.remove(self)
 
@@ -123,17 +131,18 @@ class Proxy(HttpProcess):
     """``pdctl proxy`` in front of them."""
 
     def __init__(
-        self, prefill: Sequence[VllmServer], decode: Sequence[VllmServer], mode: str, log: Path
+        self, prefill: Sequence[str], decode: Sequence[str], mode: str, log: Path, model: str = "m"
     ) -> None:
+        """``prefill``: see :attr:`VllmServer.upstream`; ``decode``: URLs."""
         port = free_port()
         command = [sys.executable, "-m", "pd_control.cli", "proxy", "--mode", mode]
         for p in prefill:
-            command += ["--prefill", p.upstream]
+            command += ["--prefill", p]
         for d in decode:
-            command += ["--decode", d.url]
+            command += ["--decode", d]
         # A second attempt on the same pair would only hide what the first one came to.
         command += ["--retries", "0", "--host", HOST, "--port", str(port)]
-        super().__init__(command, port, log, _python_path())
+        super().__init__(command, port, log, _python_path(), model=model)
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -154,7 +163,7 @@ FIRST: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def p_first(
-    p: HttpProcess, d: HttpProcess, tokens: Sequence[int] | str, n: int = 8, **more: Any
+    p: HttpServer, d: HttpServer, tokens: Sequence[int] | str, n: int = 8, **more: Any
 ) -> Answer:
     """P, then D with what P said."""
     half = p.ask(tokens, 1, FIRST)

@@ -8,10 +8,11 @@ from typing import Any
 from pd_control.config import Config, load
 
 #: Versions that the connector is tested with; others may work and are refused unless told otherwise.
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.31", "0.32")
 #: vLLM's core thread keeps Python's lock for seconds at a time, most of all while it starts, and the loop
-#: thread beside it cannot beat then. A dead process needs no heartbeat to be noticed.
-HEARTBEAT_S = 5.0
+#: thread beside it cannot beat then; 5 s have been too few on a crowded machine. A dead process needs no
+#: heartbeat to be noticed.
+HEARTBEAT_S = 10.0
 #: Routers that ask P first send the request to D at once, but D may be busy; vLLM's default policy then turns
 #: a hold that was let go too early into an error. Elsewhere 1 s.
 PRESSURE_HOLD_S = 30.0

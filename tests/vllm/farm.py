@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import re
 import threading
 import urllib.request
@@ -37,7 +38,7 @@ OUT = 8
 #: P's budget per step, so that longer prompts come in chunks.
 CHUNK_TOKENS = 128
 #: D's are so few that requests queue for them, and that what one gives back the next one gets. P has more:
-#: two engines, each full of KV for requests that the other cannot take, are a jam that ends by deadlines only.
+#: two engines, each full of KV for requests that the other cannot take, are a jam that only deadlines end.
 BLOCKS_OF_D, BLOCKS_OF_P = 200, 800
 SLEEPING = ["--scheduler-cls", "pd_control.vllm.sleeping.make_scheduler"]
 GATED = ["--scheduler-cls", "tests.vllm.gates.make_scheduler"]
@@ -85,7 +86,9 @@ class Farm:
         self.servers: list[VllmServer] = []
         self.proxies: list[Proxy] = []
         self.inspect = InspectClient()
-        self._lives = self._names = 0
+        self._lives = 0
+        self._names = itertools.count()
+        self._one_at_a_time = threading.Lock()
         self._known: dict[tuple[int, ...], list[list[int]]] = {}
         try:
             self.whole = self._start("whole", args=[*WHOLE, "--no-enable-prefix-caching"])
@@ -127,7 +130,8 @@ class Farm:
 
     def start_proxy(self, mode: str) -> Proxy:
         self._lives += 1
-        proxy = Proxy([self.p], [self.d], mode, self.folder / f"{self._lives}-proxy.log")
+        log = self.folder / f"{self._lives}-proxy.log"
+        proxy = Proxy([self.p.upstream], [self.d.url], mode, log)
         self.proxies.append(proxy)
         proxy.wait_ready()
         return proxy
@@ -144,10 +148,7 @@ class Farm:
     def mend(self, **transfer: Any) -> None:
         """What is dead gets a new life, as from a supervisor; then all is as before: the next request of
         either convention is answered rightly, and nothing is pinned. ``transfer``: of a new D."""
-        for server in (self.p, self.d):
-            if not server.processes(WORKER) or not server.processes(CORE):
-                server.wait_end()  # one part is dead: vLLM ends with each of them
-        p_died, d_died = not self.p.is_alive(), not self.d.is_alive()
+        p_died, d_died = self._bury(self.p), self._bury(self.d)
         if p_died:
             self.p = self.start_p()
         if d_died:
@@ -160,25 +161,41 @@ class Farm:
         self.check(both_at_once(self.p, self.d, tokens, self.new_id(), OUT), tokens)
         self.check_clean()
 
+    @staticmethod
+    def _bury(server: VllmServer) -> bool:
+        """Whether a part of it is dead; then all of it is gone, as a supervisor would see to."""
+
+        def parts() -> list[bool]:
+            return [bool(server.processes(name)) for name in (CORE, WORKER)]
+
+        if all(parts()):
+            return False
+        until(lambda: not any(parts()), f"{server.log}: one part ends with the other")
+        # The API server ends by itself as well, but only once no client is left that it thinks is there.
+        server.close(wait_s=0)
+        return True
+
     # -- what must hold ----------------------------------------------------------------------------
 
     def new_prompt(self, num_tokens: int) -> list[int]:
         """One that no engine has seen."""
-        self._names += 1
-        return prompt(num_tokens, 10_000 + self._names)
+        return prompt(num_tokens, self.new_seed())
+
+    def new_seed(self) -> int:
+        return 10_000 + next(self._names)
 
     def new_id(self) -> str:
-        self._names += 1
-        return f"t{self._names}"
+        return f"t{next(self._names)}"
 
     def expected(self, tokens: list[int]) -> list[list[int]]:
         """What the undivided engine says; it computes one request at a time."""
         key = tuple(tokens)
-        if key not in self._known:
-            answer = self.whole.ask(tokens, OUT)
-            assert answer.status == 200, answer.body
-            self._known[key] = answer.tokens
-        return self._known[key]
+        with self._one_at_a_time:
+            if key not in self._known:
+                answer = self.whole.ask(tokens, OUT)
+                assert answer.status == 200, answer.body
+                self._known[key] = answer.tokens
+            return self._known[key]
 
     def check(self, answer: Answer, tokens: list[int]) -> None:
         assert answer.status == 200, answer.body

@@ -1,7 +1,7 @@
 """References that lie, halves that do not come, clients that leave: an error in time or the right answer,
 never wrong tokens, and nothing stays behind. On real vLLM servers; none of them dies here.
 
-By the published failures of docs/testing.md: F01, F03, F04, F07, F12.
+Of the published failures in docs/vllm.md: F01, F03, F04, F07.
 """
 
 from __future__ import annotations

@@ -205,6 +205,27 @@ def test_samples_of_one_prompt_load_it_once() -> None:
     assert len(rig.of(ev.DecodeRequestAdded)) == 1
 
 
+def test_another_request_with_the_same_reference_is_a_taker_of_its_own() -> None:
+    rig = Rig()
+    assert rig.arrive(for_d("r")) == (9, True)
+    assert rig.arrive(for_d("s")) == (9, True)
+    assert [e.request.request_id for e in rig.of(ev.DecodeRequestAdded)] == ["r", "s"]
+
+
+def test_vllm_s_word_of_an_error_does_not_give_up_what_p_has_refused() -> None:
+    """It comes as a request that is aborted at once; of an answer that never got here it does count."""
+    rig = Rig()
+    rig.arrive(for_d("r"))
+    rig.decode.mailbox.put(fx.RequestFailed("r", Code.BAD_REQUEST, "another request's"))
+    rig.half.drain()
+    for transfer_id, told in (("t", 0), ("u", 1)):
+        word = for_d("word", 1, transfer_id)
+        word.abort_immediately = True
+        rig.half.new_request(word)
+        rig.half.finished(word, succeeded=False)
+        assert len(rig.of(ev.AbortRequested)) == told
+
+
 def test_a_sample_whose_leader_is_aborted_loads_for_itself() -> None:
     rig = Rig()
     first, second = for_d("0_r"), for_d("1_r")
