@@ -17,7 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from pd_control.testing.vllm_kit import BLOCK_TOKENS, HOST, VOCAB, VllmServer, free_port, prompt
+from pd_control.testing.http_process import HOST, free_port
+from pd_control.testing.vllm_kit import BLOCK_TOKENS, VOCAB, VllmServer, prompt
 
 #: D's request ends by itself after this when P never gets its half. Ours only: the others have no such
 #: setting, or one that counts from elsewhere, and their defaults are minutes.
@@ -69,10 +70,6 @@ class Pair:
     engine_id: str
     port: int  # of P's control plane, whatever the connector calls it
 
-    @property
-    def servers(self) -> list[VllmServer]:
-        return [self.p, self.d]
-
 
 Params = Callable[[Pair, str], tuple[dict[str, Any], dict[str, Any] | None]]
 
@@ -92,6 +89,7 @@ class Connector:
 
     def start(
         self,
+        servers: list[VllmServer],
         model: Path,
         logs: Path,
         setting: Setting,
@@ -100,8 +98,9 @@ class Connector:
         longest: int,
         attempt: int = 1,
     ) -> Pair:
-        """Starts both, does not wait for them. Each attempt has logs of its own."""
-        port, servers, suffix = free_port(), [], f"{setting.name}-{self.name}"
+        """Starts both into ``servers``, so that the caller can close the first if the second fails; does not
+        wait for them. Each attempt has logs of its own."""
+        port, suffix = free_port(), f"{setting.name}-{self.name}"
         suffix += f"-{attempt}" if attempt > 1 else ""
         for role, cpu in zip(("kv_producer", "kv_consumer"), setting.cpus, strict=True):
             letter = "p" if role == "kv_producer" else "d"
@@ -152,7 +151,7 @@ def _nixl_env(role: str, port: int) -> dict[str, str]:
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "UCX_TLS": "tcp,sm,self",
+        "UCX_TLS": "tcp",
     }
 
 

@@ -54,6 +54,8 @@ from pd_control.testing.vllm_kit import BLOCK_TOKENS, VllmServer, prompt
 WAIT_S = 10.0
 #: How long a request that waits in vain is watched; ours ends sooner.
 PATIENCE_S = 16.0
+#: A server that is asked to end and does not is killed after this.
+CLOSE_S = 8.0
 #: vLLM's workers spin for a second after each message; a phase on other servers waits this long first.
 SPIN_S = 1.2
 
@@ -196,12 +198,14 @@ def _closing_at_once(servers: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignored = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
         try:
             with concurrent.futures.ThreadPoolExecutor(max(1, len(servers))) as pool:
-                list(pool.map(lambda s: s.close(), servers))
+                list(pool.map(lambda s: s.close(CLOSE_S), servers))
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in zip(ignored, before, strict=True):
+                signal.signal(number, handler)
 
 
 class Run:
@@ -263,17 +267,19 @@ class Run:
         attempt: int,
     ) -> dict[str, Any]:
         say(f"  {connector.name}: starting P and D (logs in {self._args.logs})")
-        pair = connector.start(
-            self._model,
-            self._args.logs,
-            setting,
-            self._server_args,
-            self._plan.cache_gib,
-            self._longest,
-            attempt,
-        )
-        with _closing_at_once(pair.servers):
-            for server in [*pair.servers, undivided]:
+        started: list[VllmServer] = []
+        with _closing_at_once(started):
+            pair = connector.start(
+                started,
+                self._model,
+                self._args.logs,
+                setting,
+                self._server_args,
+                self._plan.cache_gib,
+                self._longest,
+                attempt,
+            )
+            for server in [*started, undivided]:
                 server.wait_ready()
             self._seed += 1000
             time.sleep(SPIN_S)
