@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 from statistics import median
@@ -30,7 +29,7 @@ from benchmarks.stages import machine, stages_of
 from pd_control.cli.load import Job, complete, percentile
 from pd_control.cli.stages import hand_off_s
 from pd_control.reference.checkpoint import read_spec, smollm2_path
-from pd_control.reference.cluster import Cluster, ClusterError
+from pd_control.reference.cluster import Cluster, ClusterError, threads_to_use
 
 #: Prompt tokens → its share of ``--rounds``: a prefill of 4,096 takes a CPU ten seconds, twice a round.
 LENGTHS = {128: 1.0, 1024: 1.0, 4096: 0.5}
@@ -96,7 +95,7 @@ async def measure(cluster: Cluster, rounds: int, vocab: int, seed: int) -> dict[
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     model = args.model or ("smollm2" if smollm2_path() else "tiny")
-    threads = min(2, os.cpu_count() or 1)  # one engine computes at a time
+    threads = threads_to_use()
     cluster = Cluster(
         model=model,
         engine_args=["--blocks", "640", "--step-tokens", "4096", "--threads", str(threads)],

@@ -29,7 +29,7 @@ from pd_control.cli.load import Job, Result, complete
 from pd_control.cli.picture import PictureError, timeline_svg
 from pd_control.cli.stages import SideEvents, collect_events, hand_off_s, perfetto, stage_times
 from pd_control.reference.checkpoint import read_spec, smollm2_path
-from pd_control.reference.cluster import Cluster, ClusterError
+from pd_control.reference.cluster import Cluster, ClusterError, threads_to_use
 from pd_control.reference.tokenizer import Tokenizer, load_tokenizer
 from pd_control.trace import Stage
 
@@ -120,7 +120,7 @@ class Demo:
                 "--step-tokens",
                 "1024",
                 "--threads",
-                str(args.threads),
+                str(args.threads or threads_to_use()),
             ],
             on_start=lambda name: self._say(f"starting {name}"),
         )
@@ -342,7 +342,7 @@ def _time(value: float | None) -> str:
 
 async def _main(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
-    out = Console(file=stream, width=None if stream.isatty() else 110)
+    out = Console(file=stream, width=None if stream.isatty() else 130)
     demo = Demo(args, out)
     task = asyncio.ensure_future(demo.run())
     loop = asyncio.get_running_loop()
@@ -367,7 +367,11 @@ def main() -> int:
     )
     parser.add_argument("--p-tp", type=int, default=1, help="worker processes of P (1 or 3)")
     parser.add_argument("--d-tp", type=int, default=1, help="worker processes of D (1 or 3)")
-    parser.add_argument("--threads", type=int, default=2, help="compute threads a worker")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="compute threads a worker (default: 2 if two cores are idle, else 1)",
+    )
     parser.add_argument("--longest", type=int, default=0, help="cut prompts to so many tokens")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return asyncio.run(_main(parser.parse_args()))

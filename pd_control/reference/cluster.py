@@ -31,6 +31,16 @@ class ClusterError(RuntimeError):
     """A child did not come up, or died; the message ends with what it said last."""
 
 
+def threads_to_use() -> int:
+    """Compute threads a worker, when one worker computes at a time: two where two cores are idle, else one.
+
+    Threads of one worker wait for each other several hundred times a token. If another process takes one
+    of them off its core, each of these waits takes milliseconds, and one thread alone is many times faster.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return 2 if cores - os.getloadavg()[0] > 1.5 or cores >= 8 else 1
+
+
 def _die_with_parent() -> None:
     """In the child, before exec: no engine outlives a demo that was killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
