@@ -30,7 +30,7 @@ from tests.system.split_kit import GUARD_S, Farm
 MODEL = "tiny:7"
 VOCAB = 500
 OUT = 3
-IN_FLIGHT = 24
+IN_FLIGHT = 12
 MAX_PROMPT = 600  # tokens; a prompt may take two steps
 ENGINE_ARGS = ["--blocks", "1536", "--step-tokens", "512"]
 PREFIXES = 5
@@ -61,11 +61,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class Drop:
-    """One request of the storm. `lead_s`: D's half is sent this long after P's; negative: before."""
+    """One request of the storm. `point`: when D's half is sent, 0 with P's half, 1 when P's half is likely
+    to end, negative before either."""
 
     name: str
     prompt: list[int]
-    lead_s: float
+    point: float
     abort_s: float  # D's client leaves this long after its half was sent; NEVER: it stays
 
 
@@ -83,9 +84,11 @@ def draw(seed: int, combination: str, count: int, abort_share: float) -> list[Dr
         prompt = tokens(length)
         if rng.random() < 0.2:
             prompt = (rng.choice(prefixes) + prompt)[:MAX_PROMPT]
-        lead_s = rng.choice((0.0, rng.uniform(-0.02, 0.0), rng.uniform(0.0, 0.3)))
+        point = rng.choice(
+            (0.0, rng.uniform(-0.2, 0.5), *(rng.uniform(0.4, 1.2) for _ in range(3)))
+        )
         abort_s = rng.uniform(0.0, 0.1) if rng.random() < abort_share else NEVER
-        drops.append(Drop(f"{combination}-{seed}-{i}", prompt, lead_s, abort_s))
+        drops.append(Drop(f"{combination}-{seed}-{i}", prompt, point, abort_s))
     return drops
 
 
@@ -103,17 +106,30 @@ async def start(farm: Farm, combinations: list[str]) -> None:
     await asyncio.gather(*(farm.start(name, *args) for name, args in wanted.items()))
 
 
-async def request(farm: Farm, p: str, d: str, drop: Drop) -> Result | None:
+class Pace:
+    """How long P's halves take just now, so that D's can be sent in their last step."""
+
+    def __init__(self) -> None:
+        self.span_s = 0.1
+
+    def took(self, seconds: float) -> None:
+        self.span_s += (seconds - self.span_s) / 8
+
+
+async def request(farm: Farm, p: str, d: str, drop: Drop, pace: Pace) -> Result | None:
     """Both halves. None: its client left before the end."""
+    lead_s = drop.point * pace.span_s
 
     async def left() -> None:
-        await asyncio.sleep(max(0.0, -drop.lead_s))
+        await asyncio.sleep(max(0.0, -lead_s))
+        began = time.monotonic()
         status, body = await farm.prefill_half(p, drop.name, drop.prompt)
+        pace.took(time.monotonic() - began)
         # An abort of D withdraws the taker, which may end P's half early.
         assert status == 200 or drop.abort_s < NEVER, body
 
     async def right() -> Result:
-        await asyncio.sleep(max(0.0, drop.lead_s))
+        await asyncio.sleep(max(0.0, lead_s))
         job = Job(drop.name, 0.0, drop.prompt, OUT)
         params = farm.remote(p, drop.name, on_failure="fail")
         half = complete(
@@ -206,12 +222,13 @@ async def storm(
     tally = Tally(combination, count)
     before = await books(farm, p), await books(farm, d)
     gate = asyncio.Semaphore(IN_FLIGHT)
+    pace = Pace()
     done = 0
 
     async def one(drop: Drop) -> Result | None:
         nonlocal done
         async with gate:
-            result = await asyncio.wait_for(request(farm, p, d, drop), GUARD_S)
+            result = await asyncio.wait_for(request(farm, p, d, drop, pace), GUARD_S)
         done += 1
         progress(done)
         return result

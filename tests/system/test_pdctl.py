@@ -207,6 +207,11 @@ async def test_which_way_it_went_while_it_goes_and_afterwards(farm: Farm) -> Non
     (row,) = [line.split() for line in peers.partition("WAYS")[2].splitlines()[2:3]]
     assert row[0] == "p"
     assert int(row[2]) >= 1, "the column SUBSTEP"
+    async with farm.http.get(farm.child("p").url + "/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    counted = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    name = 'pd_control_events_total{event="ways.substep",side="prefill"}'
+    assert float(counted[name]) == int(row[2])
 
 
 async def test_waiting_for_blocks_at_d(farm: Farm) -> None:
