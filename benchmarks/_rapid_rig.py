@@ -71,6 +71,15 @@ class Asked:
 
 
 @dataclass
+class CostStep:
+    """One step whose cost is taken. `probe` is D's name of the request that tells its ends."""
+
+    probe: str
+    cpu_s: float  # of the forward thread
+    substeps: int
+
+
+@dataclass
 class Rig:
     """Three P's, a D, and the requests between them."""
 
@@ -202,29 +211,43 @@ class Rig:
             (answer,) = await asker.ask_all("process")
         return dict(answer.body["sides"]["prefill"]["core"]["counters"])
 
-    async def cost_step(self, p: str, asks: bool) -> dict[str, float]:
-        """One step of fifty requests; whether D asks for them in it or afterwards."""
+    async def cost_step(self, p: str, asks: bool) -> CostStep:
+        """One step of fifty requests and a probe; whether D asks for them in it or afterwards."""
         small = [
             (self.name(), self.prompt(self.tokens // NUM_SUBSTEPS)) for _ in range(NUM_SUBSTEPS)
         ]
+        probe = (self.name(), self.prompt(PROBE_TOKENS))
         before = (await self.counters(p)).get("sends.substep", 0)
+        rights = [asyncio.ensure_future(self.decode(p, *probe))]
         blocker = asyncio.ensure_future(
             self.prefill(p, f"{small[0][0]}-b", self.prompt(2 * BLOCKER_TOKENS))
         )
         await asyncio.sleep(0.05)
-        lefts = [asyncio.ensure_future(self.prefill(p, *x)) for x in small]
+        lefts = [asyncio.ensure_future(self.prefill(p, *x)) for x in (*small, probe)]
         began = await blocker
         cpu = self.forward_cpu_s(p)
-        rights = []
         for i, x in enumerate(small):
             at_s = began + self.step_s * (0.05 + 0.8 * i / NUM_SUBSTEPS)
             if asks:
                 rights.append(asyncio.ensure_future(self.after(at_s, self.decode(p, *x))))
-        ended = max(await asyncio.gather(*lefts))
+        await asyncio.gather(*lefts)
         used = self.forward_cpu_s(p) - cpu
-        await asyncio.gather(*(rights or (self.decode(p, *x) for x in small)))
+        await asyncio.gather(*rights)
+        if not asks:
+            await asyncio.gather(*(self.decode(p, *x) for x in small))
         substeps = (await self.counters(p)).get("sends.substep", 0) - before
-        return {"wall_s": ended - began, "cpu_s": used, "substeps": substeps}
+        return CostStep(f"{probe[0]}-d", used, substeps)
+
+    async def wall_s(self, steps: list[CostStep]) -> list[float]:
+        """How long each step took on P's rank: its probe's send was bound to it just before it began, and
+        handed its last layer over when it had ended. Stamped there, by native code."""
+        async with Asker(self.cluster.endpoints) as asker:
+            events = by_request(await collect_events(asker))
+
+        def at(step: CostStep, stage: Stage) -> float:
+            return max(at for at, event, _ in events[step.probe] if event.stage is stage)
+
+        return [at(step, Stage.LAYERS_READY) - at(step, Stage.BOUND) for step in steps]
 
 
 def pin_forward_threads(rig: Rig) -> bool:

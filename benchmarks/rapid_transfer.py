@@ -18,9 +18,10 @@ last event has come. All times are from the engines' own stage events, on one cl
 `layer_transfer_ms`
     one layer's share of a whole transfer of the same size, sent when P was idle.
 
-The step's cost is measured on the same P with and without fifty substeps in the step, and, for what the
-fifty requests cost by themselves on a machine with few cores, on the P that makes none. `cpu` is the
-forward thread's own processor time.
+The step's cost is taken on the same P with and without fifty substeps in the step. On one machine the
+fifty requests themselves (D, its client, P's own scheduler) disturb whatever else computes; so the same is
+done on the P that makes no substeps of them, and the goal is for the ratio of the two. P's forward threads
+get a core of their own meanwhile. `wall` is from P's rank, `cpu` the forward thread's own processor time.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from benchmarks._rapid_rig import (
     FINISHED,
     GENERATIONS,
     UNFINISHED,
+    CostStep,
     Rig,
     Sample,
     pin_forward_threads,
@@ -66,27 +68,30 @@ async def step_cost(rig: Rig, rounds: int) -> dict[str, Any]:
     """Arms take turns; each ratio is of one P with itself in one round, and the median of all rounds."""
     is_pinned = pin_forward_threads(rig)
     arms = [(p, asks) for p in ("substep", "bypass") for asks in (False, True)]
-    found: dict[tuple[str, bool], list[dict[str, float]]] = {arm: [] for arm in arms}
+    found: dict[tuple[str, bool], list[CostStep]] = {arm: [] for arm in arms}
     for i in range(rounds + 1):
         for arm in arms if i % 2 else arms[::-1]:
-            taken = await rig.cost_step(*arm)
+            step = await rig.cost_step(*arm)
             if i:  # the first round only warms up
-                found[arm].append(taken)
+                found[arm].append(step)
+    wall = {arm: await rig.wall_s(steps) for arm, steps in found.items()}
+    cpu = {arm: [step.cpu_s for step in steps] for arm, steps in found.items()}
 
-    def ratio(p: str, what: str) -> float:
-        pairs = zip(found[p, False], found[p, True], strict=True)
-        return median(with_[what] / alone[what] for alone, with_ in pairs)
+    def ratio(times: dict[tuple[str, bool], list[float]], p: str) -> float:
+        pairs = zip(times[p, False], times[p, True], strict=True)
+        return median(with_ / alone for alone, with_ in pairs)
 
     out: dict[str, Any] = {
         "rounds": rounds,
         "forward_thread_has_its_core": is_pinned,
-        "alone_ms": round(median(r["wall_s"] for r in found["substep", False]) * 1e3, 1),
-        "substeps_in_step": round(median(r["substeps"] for r in found["substep", True])),
+        "alone_ms": round(median(wall["substep", False]) * 1e3, 1),
+        "substeps_in_step": round(median(step.substeps for step in found["substep", True])),
     }
-    for what in ("wall", "cpu"):
-        sub, control = ratio("substep", f"{what}_s"), ratio("bypass", f"{what}_s")
-        out[f"{what}_ratio"] = round(sub, 4)
-        out[f"{what}_ratio_of_the_same_requests_without_substeps"] = round(control, 4)
+    for name, times in (("wall", wall), ("cpu", cpu)):
+        sub, control = ratio(times, "substep"), ratio(times, "bypass")
+        out[f"{name}_ratio"] = round(sub, 4)
+        out[f"{name}_ratio_of_the_same_requests_without_substeps"] = round(control, 4)
+        out[f"{name}_ratio_of_the_substeps"] = round(sub / control, 4)
     return out
 
 
@@ -139,8 +144,12 @@ def goals(report: dict[str, Any]) -> dict[str, bool]:
         "gain over `step` is the residual step, within 1 % of the step (p50)": (
             error <= 0.01 * report["step_ms"]
         ),
-        "50 substeps cost the step at most 1 % of wall time": cost["wall_ratio"] <= 1.01,
-        "50 substeps cost the forward thread at most 1 % of CPU time": cost["cpu_ratio"] <= 1.01,
+        "50 substeps cost the step at most 1 % of wall time": (
+            cost["wall_ratio_of_the_substeps"] <= 1.01
+        ),
+        "50 substeps cost the forward thread at most 1 % of CPU time": (
+            cost["cpu_ratio_of_the_substeps"] <= 1.01
+        ),
     }
 
 

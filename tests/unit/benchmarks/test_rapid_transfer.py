@@ -12,7 +12,7 @@ from benchmarks._rapid_rig import GENERATIONS, Sample
 from benchmarks.rapid_transfer import NothingMetError, goals, summarise
 
 LAYERS, STEP_S = 30, 1.5
-COST = {"wall_ratio": 1.002, "cpu_ratio": 0.999}
+COST = {"wall_ratio_of_the_substeps": 1.002, "cpu_ratio_of_the_substeps": 0.999}
 
 
 def sample(generation: str, kind: str, arrived: float) -> Sample:
@@ -60,8 +60,8 @@ def test_each_goal_can_be_missed() -> None:
     assert judged(changed("substep", first_byte=0.06))[0] is False
     assert judged(changed("substep", admitted=0.001))[1] is False
     assert judged(changed("step", first_byte=-0.1, placed=-0.1))[2] is False
-    assert judged(ideal(), wall_ratio=1.011)[3] is False
-    assert judged(ideal(), cpu_ratio=1.011)[4] is False
+    assert judged(ideal(), wall_ratio_of_the_substeps=1.011)[3] is False
+    assert judged(ideal(), cpu_ratio_of_the_substeps=1.011)[4] is False
 
 
 def test_a_kind_without_a_sample_is_said() -> None:
