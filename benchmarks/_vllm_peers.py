@@ -52,7 +52,8 @@ def __getattr__(name: str) -> Any:
 
     if not torch.accelerator.is_available():
         torch.accelerator.current_device_index = lambda: 0
+    found = getattr(importlib.import_module(_MODULES[name]), name)
     delay_us = int(os.environ.get("PD_BENCH_NIXL_DELAY_US", "0"))
     if delay_us and name.startswith("Nixl"):
-        _calm_nixl(delay_us)
-    return getattr(importlib.import_module(_MODULES[name]), name)
+        _calm_nixl(delay_us)  # after vLLM has imported NIXL, which it wants to do by itself
+    return found

@@ -42,6 +42,8 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
         every = {n: r for n, r in result["connectors"].items() if "failed" not in r}
         ours = every.pop(OURS, None)
         if ours is None:
+            if OURS in result["connectors"]:
+                verdicts[setting] = {"excess": {}, "vain_wait": {"end": "failed", "met": False}}
             continue
         v: dict[str, Any] = {"excess": {}}
         for cell in ours["handoff_ms"]:
@@ -84,8 +86,9 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
 def _layer_by_layer(cells: dict[str, Any]) -> dict[str, Any]:
     """Sending while P computes: the excess of one request, both asked at once, does not grow with its bytes.
 
-    Met if it grows by less than half of what copying the additional bytes takes at 4.7 GB/s (loopback, one
-    thread).
+    Met if at the longest prompt it is above that of the shortest by less than half of what copying the
+    additional bytes takes at 4.7 GB/s (loopback, one thread). An excess below zero counts as zero: D had its
+    token before P's answer was out, and how long before depends on what P was busy with.
     """
     lengths = sorted(int(c.partition("x")[0]) for c in cells if c.endswith("x1"))
     if len(lengths) < 2:
@@ -95,7 +98,7 @@ def _layer_by_layer(cells: dict[str, Any]) -> dict[str, Any]:
     return {
         "excess_p50": {lengths[0]: low, lengths[-1]: high},
         "copying_would_take_ms": round(copying_ms, 2),
-        "met": high - low < copying_ms / 2,
+        "met": max(high, 0.0) - max(low, 0.0) < copying_ms / 2,
     }
 
 

@@ -16,7 +16,7 @@ def connector(
         for cell, ms in excess.items()
     }
     waiting = {"cpu_s_total": waiting_s, "end": end, "ended_after_s": 12.1}
-    return {"handoff_ms": rows(samples, dict.fromkeys(excess, [50.0])), "waiting": waiting}
+    return {"handoff_ms": rows(samples, {cell: [50.0] for cell in excess}), "waiting": waiting}
 
 
 def verdict(**connectors: Any) -> dict[str, Any]:
