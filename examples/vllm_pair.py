@@ -48,6 +48,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def in_session(leader: int) -> list[int]:
+    """vLLM's engine core leaves its parent's process group, but not its session."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
+
+
 class Programs:
     """What was started, and its end."""
 
@@ -94,8 +104,9 @@ class Programs:
         for _, process in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in in_session(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
 
@@ -199,6 +210,8 @@ def main() -> int:
     if shutil.which("curl") is None:
         sys.exit("curl is needed")
     programs = Programs()
+    # A shell's background jobs ignore SIGINT unless they say otherwise.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run(arguments, programs)

@@ -7,6 +7,8 @@ Modules run in the order below: what needs the servers as they were started firs
 from __future__ import annotations
 
 import importlib.util
+import signal
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 ORDER = ("layouts", "stats", "equality", "refusals", "drills", "storm", "model", "ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Being asked to end, as by a stage that is out of time, ends the servers too."""
+    if not collect_ignore_glob and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("asked to end", 143))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
