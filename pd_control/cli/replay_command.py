@@ -30,7 +30,6 @@ from pd_control.cli.load import Job, Result, run_jobs, summarise
 from pd_control.cli.options import (
     NO,
     USAGE,
-    EndpointOption,
     JsonOption,
     console,
     fail,
@@ -157,7 +156,15 @@ def replay(
     undivided: Annotated[
         str, typer.Option(metavar="URL", help="An undivided engine that runs already.")
     ] = "",
-    endpoint: EndpointOption = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--endpoint",
+            "-e",
+            metavar="ADDRESS",
+            help="Control address of a P or D behind --split; repeatable.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Save the figures as JSON here.")
     ] = Path("pd-replay.json"),

@@ -9,6 +9,7 @@ it and touches it at four points only, given by :class:`StepHooks`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -159,7 +160,11 @@ def serve(
     make_reduce: Callable[[WorkerInit], AllReduce | None] = make_reduce,
     make_hooks: Callable[[WorkerInit, list[torch.Tensor], Model], StepHooks] = make_hooks,
 ) -> None:
-    """Compute what comes over `link` until its other end closes."""
+    """Compute what comes over `link` until its other end closes.
+
+    What goes wrong before it is ready is told over `link` as the one message `{"failed": why}`.
+    """
+    is_ready = False
     try:
         init = WorkerInit(**link.receive())
         torch.set_num_threads(init.num_threads)
@@ -177,6 +182,7 @@ def serve(
         cache = model.new_cache(init.num_blocks, init.block_tokens)
         hooks = make_hooks(init, cache, model)
         link.send({"ready": True, "pid": os.getpid()})
+        is_ready = True
         try:
             while True:
                 link.send(run_step(link.receive(), model, cache, init.block_tokens, hooks))
@@ -184,6 +190,11 @@ def serve(
             hooks.close()
     except PeerGoneError:
         return
+    except Exception as error:
+        if is_ready:
+            raise
+        with contextlib.suppress(PeerGoneError):
+            link.send({"failed": str(error) or type(error).__name__})
 
 
 def main() -> int:

@@ -116,6 +116,8 @@ class WorkerGroup:
     def _take(self, rank: int) -> None:
         try:
             for message in self._links[rank].receive_ready():
+                if "failed" in message:
+                    raise WorkerDiedError(f"worker of rank {rank}: {message['failed']}")
                 self._outputs[rank] = message
         except PeerGoneError:
             raise self._died(rank) from None

@@ -14,6 +14,7 @@ import pytest
 from pd_control.reference.engine import Engine, EngineConfig, Output, Request
 from pd_control.reference.sampling import SamplingParams
 from pd_control.reference.spec import TINY
+from pd_control.reference.worker_group import WorkerDiedError
 
 PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(n)] for i, n in enumerate([1, 5, 16, 33, 90])]
 
@@ -137,6 +138,37 @@ def test_close_leaves_no_process_behind() -> None:
     assert running.first_token.wait(60)
     running.engine.close()
     running.wait_ended(1)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    engine = Engine(EngineConfig(source="/nowhere"), TINY, lambda output: None)
+    with pytest.raises(WorkerDiedError, match="worker of rank 0: no model at '/nowhere'"):
+        engine.start()
+    engine.close()
+
+
+def test_close_ends_a_start_that_is_under_way() -> None:
+    engine = Engine(EngineConfig(tp_size=2), TINY, lambda output: None)
+    failures: list[Exception] = []
+
+    def start() -> None:
+        try:
+            engine.start()
+        except WorkerDiedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while not engine.worker_pids and thread.is_alive():
+        os.sched_yield()
+    pids = engine.worker_pids
+    engine.close()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert failures, "they were still loading"
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
