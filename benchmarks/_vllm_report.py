@@ -41,6 +41,7 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     for setting, result in results.items():
         every = {n: r for n, r in result["connectors"].items() if "failed" not in r}
         ours = every.pop(OURS, None)
+        every = {n: r for n, r in every.items() if not n.startswith(OURS)}
         if ours is None:
             if OURS in result["connectors"]:
                 verdicts[setting] = {"excess": {}, "vain_wait": {"end": "failed", "met": False}}

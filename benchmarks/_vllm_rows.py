@@ -125,15 +125,21 @@ class Connector:
         return Pair(servers[0], servers[1], f"{suffix}-p", port)
 
 
-def _ours(role: str, port: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "PDControlConnector",
-        "kv_connector_module_path": "pd_control.vllm.connector",
-        "kv_connector_extra_config": {
-            "control_port": port,
-            "pd_control": {"deadlines": {"park_s": PARK_S}},
-        },
-    }
+def _ours(*transports: str) -> Callable[[str, int], dict[str, Any]]:
+    def make(role: str, port: int) -> dict[str, Any]:
+        return {
+            "kv_connector": "PDControlConnector",
+            "kv_connector_module_path": "pd_control.vllm.connector",
+            "kv_connector_extra_config": {
+                "control_port": port,
+                "pd_control": {
+                    "deadlines": {"park_s": PARK_S},
+                    "transfer": {"transports": list(transports)},
+                },
+            },
+        }
+
+    return make
 
 
 def _peer(name: str, **extra: Any) -> Callable[[str, int], dict[str, Any]]:
@@ -198,10 +204,12 @@ def _mooncake_both(pair: Pair, key: str) -> tuple[dict[str, Any], dict[str, Any]
     }
 
 
+_OURS_PARAMS: dict[str, Params] = {"both": _ours_both, "p_first": _p_first}
 CONNECTORS = {
     c.name: c
     for c in (
-        Connector("pd-control", {"both": _ours_both, "p_first": _p_first}, _ours, args=SLEEPING),
+        Connector("pd-control", _OURS_PARAMS, _ours("cma", "tcp"), args=SLEEPING),
+        Connector("pd-control-tcp", _OURS_PARAMS, _ours("tcp"), args=SLEEPING),
         Connector("NixlConnector", {"p_first": _p_first}, _peer("NixlConnector"), _nixl_env),
         Connector("NixlPushConnector", {"both": _push_both}, _peer("NixlPushConnector"), _nixl_env),
         Connector(
@@ -225,6 +233,10 @@ def benchmark_model(folder: Path) -> Path:
     )  # fmt: skip
     save_folder(spec, random_weights(spec, seed=7), folder)
     return folder
+
+
+#: Without `--only`. The others are measured beside them only if asked for.
+USUAL = ("pd-control", "NixlConnector", "NixlPushConnector", "MooncakeConnector")
 
 
 # -- asking ----------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from benchmarks._vllm_rows import (
     CONNECTORS,
     KV_BYTES_PER_TOKEN,
     SETTINGS,
+    USUAL,
     Samples,
     benchmark_model,
     make_prompts,
@@ -308,7 +309,12 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="neutral settings, fewer rounds, at most 8 at once"
     )
-    parser.add_argument("--only", nargs="+", metavar="CONNECTOR", help="default: all four")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="CONNECTOR",
+        help=f"of {', '.join(CONNECTORS)}; default: all but pd-control-tcp",
+    )
     parser.add_argument(
         "--settings", nargs="+", choices=("neutral", "shipped"), help="default: both"
     )
@@ -337,7 +343,7 @@ def main() -> int:
         parser.error(
             "vLLM is not in this Python; make a venv: tools/vllm_venv.sh .venv-vllm 0.32.0 --peers"
         )
-    args.only = args.only or list(CONNECTORS)
+    args.only = args.only or list(USUAL)
     if unknown := sorted(set(args.only) - set(CONNECTORS)):
         parser.error(f"no connector {', '.join(unknown)}; there are {', '.join(CONNECTORS)}")
     args.settings = args.settings or (["neutral"] if args.quick else ["neutral", "shipped"])
