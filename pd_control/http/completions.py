@@ -103,7 +103,7 @@ def parse(body: Any, tokenizer: Tokenizer) -> Completion:
             seed=_field(body, "seed", int, 0),
             ignore_eos=_field(body, "ignore_eos", bool, False),
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # out of range, or of what a float holds
         raise BadRequestError(str(error)) from error
     options = _field(body, "stream_options", dict, {})
     return Completion(
@@ -118,6 +118,14 @@ def parse(body: Any, tokenizer: Tokenizer) -> Completion:
     )
 
 
+def _loads(text: str) -> Any:
+    """JSON without half surrogate pairs: they can be escaped, but nothing can carry them on as UTF-8."""
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 async def read_json(http: web.Request) -> dict[str, Any]:
     """The JSON object in a request's body.
 
@@ -125,7 +133,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         BadRequestError: it is none.
     """
     try:
-        body = await http.json(loads=json.loads)
+        body = await http.json(loads=_loads)
     except (ValueError, LookupError, RecursionError) as error:  # syntax, bytes, charset, depth
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # only workers compute; a scheduler process does not load it
     import torch
 
+#: Dividing logits by less could leave the range of a double, and draws the same token anyway.
+GREEDY_BELOW = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``temperature`` 0 is greedy. ``seed`` makes sampling repeatable, on whichever engine it runs."""
+    """``temperature`` 0 is greedy. ``seed`` (64 bits) makes sampling repeatable, on whichever engine it
+    runs."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -26,11 +30,13 @@ class SamplingParams:
             raise ValueError(f"temperature must lie in [0, 10], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be of 64 bits, got one of {self.seed.bit_length()}")
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     """The token after ``position``, from its logits ``(vocab,)`` in float32."""
-    if params.temperature == 0.0:
+    if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     import torch
 

@@ -101,6 +101,9 @@ async def test_a_client_that_disconnects_ends_its_request(serving: Serving) -> N
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"prompt": "x", "max_tokens": "7"}, 400, "max_tokens: expected int, got str"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature must lie in"),
+        ({"prompt": "x", "temperature": 10**400}, 400, "too large"),
+        ({"prompt": "x", "seed": 1 << 64}, 400, "seed must be of 64 bits"),
+        ({"prompt": "half of a pair: \ud800"}, 400, "surrogates not allowed"),
         ({"prompt": "x", "logprobs": 3}, 400, "not supported here: logprobs"),
         ({"prompt": "x", "n": 2}, 400, "n: only 1"),
         ({"prompt": "x", "model": "other"}, 404, "'tiny' is"),
@@ -113,6 +116,27 @@ async def test_what_cannot_be_served_is_said_in_openai_shape(
 ) -> None:
     got, answer = await serving.post(**body)
     assert (got, message in answer["error"]["message"]) == (status, True), answer
+
+
+@on_one_loop
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"seed": (1 << 64) - 1, "temperature": 1.0},
+        {"seed": -(1 << 63), "temperature": 1.0},
+        {"temperature": 5e-324},
+        {"temperature": 1.0, "top_p": 5e-324},
+        {"prompt": "\0"},
+    ],
+    ids=str,
+)
+async def test_the_extremes_of_what_is_allowed_are_served(
+    serving: Serving, odd: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "ignore_eos": True} | odd
+    status, answer = await serving.post(**body)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 2
 
 
 @on_one_loop
