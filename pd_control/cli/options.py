@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from pd_control.cli.endpoints import Asker, EndpointError, find_endpoints
 from pd_control.config import ConfigError, Network
@@ -44,15 +45,34 @@ SecretOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+#: Every control character but the line feed.
+_UNPRINTABLE = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if c != 10}
+
+
+class PlainConsole(Console):
+    """Names that come from clients and peers are shown as they are: what looks like markup is none, and
+    no control character reaches the terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else segment.text.translate(_UNPRINTABLE)
+            yield segment._replace(text=text)
+
+
 def console() -> Console:
     if sys.stdout.isatty():
-        return Console()
-    return Console(width=PLAIN_WIDTH)
+        return PlainConsole()
+    return PlainConsole(width=PLAIN_WIDTH)
 
 
 def fail(message: str, status: int = NO) -> NoReturn:
     """Say it on stderr and end with this status."""
-    Console(stderr=True, soft_wrap=True).print(f"pdctl: {message}", markup=False, highlight=False)
+    PlainConsole(stderr=True, soft_wrap=True).print(f"pdctl: {message}", highlight=False)
     raise typer.Exit(status)
 
 
