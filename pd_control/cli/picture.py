@@ -12,7 +12,7 @@ from html import escape
 from pd_control.cli.stages import SideEvents, by_request
 from pd_control.trace import Stage, TraceEvent
 
-WIDTH, LEFT, RIGHT = 940, 150, 20
+WIDTH, LEFT, RIGHT = 940, 165, 35
 GREY, P_COLOUR, KV_COLOUR, D_COLOUR = "#7d8590", "#3b82f6", "#d97706", "#16a34a"
 BAR = 20
 ROW = 30
@@ -51,7 +51,7 @@ class _Canvas:
             f'rx="2" fill="{colour}" fill-opacity="0.75"/>'
         )
         if label and right - left > 7 * len(label):
-            self.text((left + right) / 2, y + 14, label, "middle", fill="white")
+            self.text(left + 8, y + 14, label, fill="white")
 
     def line(self, x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "") -> None:
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
@@ -81,7 +81,14 @@ def timeline_svg(sides: Sequence[SideEvents], request_id: str) -> str:
     """
     points = by_request(sides).get(request_id, [])
     at = {stage: [p for p in points if p[1].stage is stage] for stage in Stage}
-    needed = (Stage.TAKEN_OVER, Stage.PLANNED, Stage.BOUND, Stage.LAYERS_READY, Stage.SUBMITTED)
+    needed = (
+        Stage.TAKEN_OVER,
+        Stage.MESSAGE_RECEIVED,
+        Stage.PLANNED,
+        Stage.BOUND,
+        Stage.LAYERS_READY,
+        Stage.SUBMITTED,
+    )
     for stage in (*needed, Stage.PLACED, Stage.ADMITTED):
         if not at[stage]:
             raise PictureError(f"no event {stage.label!r} of request {request_id!r} is left")
@@ -101,13 +108,15 @@ def _whole(c: _Canvas, at: dict[Stage, list[Point]], y: float) -> float:
     began, admitted = at[Stage.TAKEN_OVER][0][0], at[Stage.ADMITTED][-1][0]
     ready = max(p[0] for p in at[Stage.LAYERS_READY])
     planned = sorted(p[0] for p in at[Stage.PLANNED])
+    # In dual mode P has the request from its own client, and may have begun before D's word comes.
+    known = min(p[0] for p in at[Stage.MESSAGE_RECEIVED])
     first_byte = _first_byte_s(at[Stage.BOUND])
     tokens = max(p[1].value for p in at[Stage.PLACED])
     c.scale(began, admitted + (admitted - began) * 0.02)
     c.text(LEFT, y - 8, f"{tokens:,} prompt tokens, {duration(admitted - began)} from D's taking it over "
            "to its admission", font_weight="bold")  # fmt: skip
     rows = (
-        ("P", "computes the prompt", P_COLOUR, planned[0], ready, f"{len(planned)} step(s)"),
+        ("P", "computes the prompt", P_COLOUR, known, ready, "step by step"),
         ("P → D", "KV, as layers are ready", KV_COLOUR, first_byte, max(p[0] for p in at[Stage.PLACED]), ""),
         ("D", "holds blocks for it", D_COLOUR, (at[Stage.BLOCKS_LEASED] or at[Stage.TAKEN_OVER])[0][0],
          admitted, "waits: no step, no poll"),
@@ -118,7 +127,7 @@ def _whole(c: _Canvas, at: dict[Stage, list[Point]], y: float) -> float:
         c.text(LEFT - 10, y + 21, what, "end", font_size="10")
         c.bar(start, end, y, colour, label)
         y += ROW
-    for start in planned[1:]:
+    for start in planned:
         c.line(c.x(start), top, c.x(start), top + BAR, "white")
     c.line(c.x(admitted), top, c.x(admitted), y, D_COLOUR, "3 2")
     _axis(c, y, began, admitted)
@@ -139,8 +148,8 @@ def _end(c: _Canvas, at: dict[Stage, list[Point]], y: float) -> float:
     marks = [
         ("P", "last layer is ready", ready, P_COLOUR),
         ("P", "its last piece has left", max(p[0] for p in at[Stage.SUBMITTED]), P_COLOUR),
-        ("D", "last byte is placed", max(p[0] for p in at[Stage.PLACED]), D_COLOUR),
-        ("D", "admitted: the next step decodes", admitted, D_COLOUR),
+        ("D", "hears that its last byte is placed", max(p[0] for p in at[Stage.PLACED]), D_COLOUR),
+        ("D", "admitted: it decodes next", admitted, D_COLOUR),
     ]
     if at[Stage.SEND_DONE]:
         released = max(p[0] for p in at[Stage.SEND_DONE])
