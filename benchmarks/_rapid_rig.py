@@ -230,10 +230,11 @@ class Rig:
             at_s = began + self.step_s * (0.05 + 0.8 * i / NUM_SUBSTEPS)
             if asks:
                 rights.append(asyncio.ensure_future(self.after(at_s, self.decode(p, *x))))
-        await asyncio.gather(*lefts)
+        ended = max(await asyncio.gather(*lefts))
         used = self.forward_cpu_s(p) - cpu
         await asyncio.gather(*rights)
         if not asks:
+            self.step_s = ended - began
             await asyncio.gather(*(self.decode(p, *x) for x in small))
         substeps = (await self.counters(p)).get("sends.substep", 0) - before
         return CostStep(f"{probe[0]}-d", used, substeps)

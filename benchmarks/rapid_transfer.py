@@ -201,8 +201,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON (the only form)")
     parser.add_argument("--model", help="tiny, smollm2, a file or folder (default: smollm2)")
     parser.add_argument("--tokens", type=int, default=512, help="prompt tokens of the long step")
-    parser.add_argument("--rounds", type=int, default=8, help="long steps a generation")
-    parser.add_argument("--cost-rounds", type=int, default=5, help="steps for each arm of the cost")
+    parser.add_argument("--rounds", type=int, default=7, help="long steps a generation")
+    parser.add_argument("--cost-rounds", type=int, default=4, help="steps for each arm of the cost")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", help="also draw it (.svg or .png; needs the extra replay)")
     try:
