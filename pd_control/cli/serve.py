@@ -179,6 +179,9 @@ def proxy(
     mode: Annotated[str, typer.Option(help="dual, sequential or single.")] = "dual",
     retries: Annotated[int, typer.Option(help="Attempts after the first.", min=0, max=10)] = 1,
     on_failure: Annotated[str, typer.Option(help="Told to D: fail, recompute or retry.")] = "",
+    silence: Annotated[
+        float, typer.Option(help="Seconds without a byte after which an attempt fails.", min=0.1)
+    ] = 300.0,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port; 0 picks one and reports it.", min=0, max=65535)
@@ -196,6 +199,7 @@ def proxy(
                 mode=mode,
                 retries=retries,
                 on_failure=on_failure,
+                silence_s=silence,
             ).app
         except ValueError as error:
             fail(str(error), USAGE)

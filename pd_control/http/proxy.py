@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 MODES = ("dual", "sequential", "single")
 #: A server on the same network answers a connect in well under this, or it is not there.
 CONNECT_TIMEOUT_S = 3.0
+#: A server that sends nothing of a completion for so long is stopped or stuck: longer than the longest
+#: wait in a queue and the longest answer that is not streamed.
+SILENCE_S = 300.0
 #: How long a server that refused a connection is passed over while others are left.
 PENALTY_S = 2.0
 
@@ -144,7 +147,8 @@ def _make_meter(proxy: Proxy) -> Meter | None:
 
 
 class Proxy:
-    """The aiohttp application. ``retries``: further attempts after the first, on other servers."""
+    """The aiohttp application. ``retries``: further attempts after the first, on other servers; an attempt
+    fails when a server sends nothing for ``silence_s``."""
 
     def __init__(
         self,
@@ -154,6 +158,7 @@ class Proxy:
         mode: str = "dual",
         retries: int = 1,
         on_failure: str = "",
+        silence_s: float = SILENCE_S,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
@@ -161,6 +166,7 @@ class Proxy:
             raise ValueError(f"mode {mode} needs at least one decode and one prefill server")
         self._prefill, self._decode = Pool(list(prefill)), Pool(list(decode))
         self._mode, self._retries, self._on_failure = mode, retries, on_failure
+        self._silence_s = silence_s
         self.num_retries = 0
         self._meter = _make_meter(self)
         self._session: aiohttp.ClientSession | None = None
@@ -177,7 +183,9 @@ class Proxy:
         self.app.cleanup_ctx.append(self._client)
 
     async def _client(self, _: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._silence_s
+        )
         # Servers drop idle connections after a few seconds; a request must never meet one just then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -189,10 +197,12 @@ class Proxy:
     async def _models(self, _: web.Request) -> web.Response:
         assert self._session is not None
         try:
-            async with self._session.get(self._decode.servers[0].url + "/v1/models") as answer:
+            async with self._session.get(
+                self._decode.servers[0].url + "/v1/models", timeout=_SMALL
+            ) as answer:
                 return web.json_response(await answer.json(), status=answer.status)
-        except aiohttp.ClientError as error:
-            return error_response(502, f"decode server: {error}", "upstream_error")
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            return error_response(502, f"decode server: {_why(error)}", "upstream_error")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return await no_metrics() if self._meter is None else self._meter.response()
@@ -220,12 +230,10 @@ class Proxy:
         assert self._session is not None
         row = {"url": server.url, "requests": server.num_requests, "failures": server.num_failures}
         try:
-            async with self._session.get(
-                server.url + "/health", timeout=aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
-            ) as answer:
+            async with self._session.get(server.url + "/health", timeout=_SMALL) as answer:
                 return row | {"ok": answer.status == 200}
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
-            return row | {"ok": False, "error": str(error) or type(error).__name__}
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            return row | {"ok": False, "error": _why(error)}
 
     # -- completions -------------------------------------------------------------------------------
 
@@ -362,7 +370,7 @@ class Proxy:
             answer = await self._session.post(server.url + path, json=body)
         except aiohttp.ClientError as error:
             server.num_failures += 1
-            if isinstance(error, aiohttp.ClientConnectorError):
+            if isinstance(error, (aiohttp.ClientConnectorError, asyncio.TimeoutError)):
                 server.failed_to_connect(asyncio.get_running_loop().time())
             raise UpstreamError(502, f"{server.url}: {error}", retry=True) from error
         try:
@@ -382,7 +390,7 @@ class Proxy:
         if p.control is None or (p.is_asked and now_s - p.asked_at_s > CONTROL_KNOWN_S):
             assert self._session is not None
             try:
-                async with self._session.get(p.url + "/pd") as answer:
+                async with self._session.get(p.url + "/pd", timeout=_SMALL) as answer:
                     if answer.status != 200:
                         raise UpstreamError(
                             502, f"{p.url}/pd answered {answer.status}; configure it as "
@@ -391,9 +399,9 @@ class Proxy:
                     info = await answer.json()
                 p.control = (str(info["control_host"]), int(info["control_port"]))
                 p.engine_id = str(info["engine_id"])
-            except aiohttp.ClientError as error:
-                p.failed_to_connect(now_s)
-                raise UpstreamError(502, f"{p.url}: {error}", retry=True) from error
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                p.failed_to_connect(asyncio.get_running_loop().time())
+                raise UpstreamError(502, f"{p.url}: {_why(error)}", retry=True) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise UpstreamError(
                     502,
@@ -437,6 +445,14 @@ class _Sender:
                 self._measured.first()
             await self.response.prepare(self._http)
         return self.response
+
+
+#: For questions that a server answers at once: one that is stopped still accepts connections.
+_SMALL = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+
+
+def _why(error: BaseException) -> str:
+    return str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
 
 
 async def _error_message(answer: aiohttp.ClientResponse) -> str:

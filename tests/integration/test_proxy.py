@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -179,6 +180,34 @@ async def test_a_client_that_leaves_ends_both_halves() -> None:
 
         ends = asyncio.gather(p.is_cancelled.wait(), d.is_cancelled.wait())
         await asyncio.wait_for(ends, GUARD_S)
+
+
+@pytest.mark.parametrize("mode", ["dual", "sequential", "single"])
+async def test_servers_that_accept_and_say_nothing_cost_one_silence_each(mode: str) -> None:
+    async with running([never], [never], mode=mode, silence_s=0.3) as (ps, ds, url, proxy):
+        status, body = await asyncio.wait_for(ask(url), GUARD_S)
+        assert status == 502
+        message = json.loads(body)["error"]["message"]
+        assert ds[0].url in message or ps[0].url in message
+        assert proxy.num_retries == 1
+    async with running([never, good], [never, good], mode=mode, silence_s=0.3) as (_, ds, url, _):
+        assert (await asyncio.wait_for(ask(url), GUARD_S))[0] == 200
+        assert len(ds[1].asked) == 1
+
+
+async def test_a_stopped_p_does_not_keep_a_client() -> None:
+    """The kernel accepts connections for a process that is stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        p = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        async with running([], [good], mode="single") as (_, [d], _, _):
+            runner, port = await serve_app(
+                Proxy([Upstream.parse(p)], [Upstream.parse(d.url)], retries=0).app, "127.0.0.1", 0
+            )
+            try:
+                status, body = await asyncio.wait_for(ask(f"http://127.0.0.1:{port}"), GUARD_S)
+            finally:
+                await runner.cleanup()
+    assert (status, json.loads(body)["error"]["message"]) == (502, f"{p}: no answer within 3 s")
 
 
 async def test_nobody_there_is_said_with_the_address() -> None:
