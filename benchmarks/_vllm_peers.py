@@ -1,12 +1,14 @@
 """vLLM's own connectors with what they need on a machine without an accelerator, and with neutral settings.
 
 vLLM imports this by ``kv_connector_module_path``; each class is found under its own name, so everything else
-in vLLM treats it as the connector that it is. Two things are changed, and nothing else:
+in vLLM treats it as the connector that it is. These are changed, and nothing else:
 
 * ``torch.accelerator.current_device_index`` answers 0 where there is no accelerator: MooncakeConnector asks
   for it before it does anything (without this it cannot be measured here at all);
 * with ``PD_BENCH_NIXL_DELAY_US`` NIXL's progress thread sleeps that long between two looks. As shipped it
-  spins on a core of its own, and NIXL's Python interface has no argument for it.
+  spins on a core of its own, and NIXL's Python interface has no argument for it;
+* with the same variable NIXL's connectors leave their worker on the CPU that it was given. As shipped they
+  move its main thread to the last core of the machine, P's and D's to the same one.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ _MODULES = {
 }
 
 
-def _calm_nixl(delay_us: int) -> None:
-    """NIXL agents made from now on look ``delay_us`` apart."""
+def _neutral_nixl(delay_us: int) -> None:
+    """NIXL agents made from now on look ``delay_us`` apart, and connectors pin nothing."""
     import nixl._api as api
+    from vllm.platforms import current_platform
 
+    # Asked only by the code that pins.
+    type(current_platform).discover_numa_topology = classmethod(lambda cls: [])
     stock = api.nixlBind.nixlAgentConfig
     if hasattr(stock, "pd_bench_delay"):
         return
@@ -55,5 +60,5 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(_MODULES[name]), name)
     delay_us = int(os.environ.get("PD_BENCH_NIXL_DELAY_US", "0"))
     if delay_us and name.startswith("Nixl"):
-        _calm_nixl(delay_us)  # after vLLM has imported NIXL, which it wants to do by itself
+        _neutral_nixl(delay_us)  # after vLLM has imported NIXL, which it wants to do by itself
     return found

@@ -28,6 +28,8 @@ NIXL_DELAY_US = 100
 SLEEPING = ("--scheduler-cls", "pd_control.vllm.sleeping.make_scheduler")
 #: The longest cell takes half a minute on two cores; a peer that hangs is given up after this.
 ANSWER_S = 60.0
+#: The same for one of the first requests, before anything is measured.
+WARM_S = 40.0
 KV_BYTES_PER_TOKEN = 8192
 
 
@@ -47,13 +49,14 @@ SETTINGS = {
         Setting(
             "neutral",
             "P's compute thread on CPU 0, D's on CPU 1, undivided on CPU 0; "
-            f"NIXL's progress thread looks every {NIXL_DELAY_US} us",
+            f"NIXL's progress thread looks every {NIXL_DELAY_US} us and its connectors pin nothing",
             (0, 1),
             {"PD_BENCH_NIXL_DELAY_US": str(NIXL_DELAY_US)},
         ),
         Setting(
             "shipped",
-            "one compute thread each on any CPU; NIXL's progress thread spins as it comes",
+            "one compute thread each on any CPU; NIXL's progress thread spins and its connectors "
+            "move both workers to the last core",
             (None, None),
             {},
         ),
@@ -157,7 +160,7 @@ def _nixl_env(role: str, port: int) -> dict[str, str]:
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "UCX_TLS": "tcp",
+        "UCX_TLS": "tcp,sm,self",
     }
 
 

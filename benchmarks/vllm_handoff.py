@@ -41,6 +41,8 @@ from benchmarks._vllm_rows import (
     KV_BYTES_PER_TOKEN,
     SETTINGS,
     USUAL,
+    WARM_S,
+    AskError,
     Samples,
     benchmark_model,
     make_prompts,
@@ -107,7 +109,14 @@ async def measure_pair(pair: Any, connector: Any, plan: Plan, seed: int) -> dict
         for i, size in enumerate([(shortest, 1), (shortest, 2), (shortest, 2), (longest, 4)]):
             for name, params in connector.params.items():  # links open, code and memory are warm
                 prompts = make_prompts(*size, seed + 900 + i)
-                await one_round(http, pair, params, prompts, f"warm-{name}-{i}", Samples())
+                warm = one_round(http, pair, params, prompts, f"warm-{name}-{i}", Samples())
+                try:
+                    await asyncio.wait_for(warm, WARM_S)
+                except asyncio.TimeoutError as error:
+                    logs = ", ".join(str(server.log) for server in (pair.p, pair.d))
+                    raise AskError(
+                        f"one of the first requests was not answered within {WARM_S:g} s; {logs}"
+                    ) from error
         for num_tokens, concurrent in plan.cells:
             cell = found.setdefault(f"{num_tokens}x{concurrent}", {})
             for i in range(plan.rounds(concurrent)):
