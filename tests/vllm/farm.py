@@ -91,7 +91,8 @@ class Farm:
         self._one_at_a_time = threading.Lock()
         self._known: dict[tuple[int, ...], list[list[int]]] = {}
         try:
-            self.whole = self._start("whole", args=[*WHOLE, "--no-enable-prefix-caching"])
+            few = ["--num-gpu-blocks-override", str(BLOCKS_OF_D)]
+            self.whole = self._start("whole", args=[*WHOLE, *few, "--no-enable-prefix-caching"])
             self.p = self.start_p()
             self.d = self.start_d()
             for server in self.servers:

@@ -189,7 +189,16 @@ def test_ctrl_c_ends_everything_that_the_example_started(pair: Pair) -> None:
     assert len(children) >= 7  # two API servers with a core and a worker each, and the proxy
     pair.example.send_signal(signal.SIGINT)
     pair.example.wait(60)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    # Killed ones may take a moment to vanish, and init its time to collect them.
+    until(lambda: not any(map(_runs, children)), "all of them are gone")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _descendants(root: int) -> list[int]:

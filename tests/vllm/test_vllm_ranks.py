@@ -30,6 +30,7 @@ from tests.vllm.farm import GUARD_S, OUT, SETTINGS, SLEEPING, Asked
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LENGTHS = [1, 33, 300, 900]
+FEW_BLOCKS = ["--num-gpu-blocks-override", "400"]  # else each rank takes a gigabyte
 
 
 class Shapes:
@@ -45,7 +46,7 @@ class Shapes:
         def start(name: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> VllmServer:
             server = VllmServer(
                 model, folder / f"{name}.log", role="kv_both", name=name, control_port=free_port(),
-                settings=SETTINGS, args=[*SLEEPING, "--tensor-parallel-size", str(tp_size)],
+                settings=SETTINGS, args=[*SLEEPING, *FEW_BLOCKS, "--tensor-parallel-size", str(tp_size)],
                 block_tokens=block_tokens,
             )  # fmt: skip
             self.servers.append(server)
