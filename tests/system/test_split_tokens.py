@@ -124,6 +124,19 @@ async def test_kv_of_another_prompt_would_be_noticed(farm: Farm) -> None:
     assert (await farm.whole(prompt, OUT)).tokens != (await farm.whole(other, OUT)).tokens
 
 
+async def test_kv_of_other_weights_is_noticed(farm: Farm) -> None:
+    """The negative control of the whole path: a P that claims to be this model and is not. Its bytes
+    arrive, and the tokens show it."""
+    await farm.start("impostor", "prefill", "--model", "tiny:6")
+    prompt = tokens(86_000, 120)
+    split = await farm.split("impostor", "d1tcp", prompt, OUT)
+    assert split.error == ""
+    assert split.tokens != (await farm.whole(prompt, OUT)).tokens
+    await farm.wait_unpinned("impostor", "d1tcp")
+    del farm.info["impostor"]
+    await farm.cluster.stop("impostor")
+
+
 async def test_a_reference_to_somebody_elses_request_is_refused(farm: Farm) -> None:
     """F07: D names a request that P has, for another prompt; it never gets those bytes."""
     mine, theirs = tokens(60_000, 50), tokens(60_001, 50)
