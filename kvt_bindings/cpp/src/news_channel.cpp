@@ -362,11 +362,25 @@ class NewsChannel::Impl {
     if (now >= ack_due_) throw Lost{Code::kTimeout, "the scheduler does not acknowledge", true};
     if (config_.heartbeat_ms == 0) return;
     const milliseconds interval(config_.heartbeat_ms);
-    if (now - connection_->last_received() >= kMissedBeats * interval) {
+    // A look that comes late by an interval or more means that this thread did not listen: beats may
+    // lie unread, or both processes stood still. One more interval, once, as simple_rpc gives it.
+    if (now >= silence_due()) {
+      if (now - expected_ >= interval && graced_ != connection_->last_received()) {
+        graced_ = connection_->last_received();
+        grace_end_ = now + interval;
+      }
+    }
+    if (now >= silence_due()) {
       throw Lost{Code::kPeerLost, "the scheduler has been silent for three heartbeats", true};
     }
     if (now - connection_->last_sent() >= interval)
       connection_->queue(head("BEAT"), std::array<std::uint8_t, 1>{0x90});
+  }
+
+  // When the peer counts as lost if nothing arrives until then.
+  Clock::time_point silence_due() const {
+    if (graced_ == connection_->last_received()) return grace_end_;
+    return connection_->last_received() + kMissedBeats * milliseconds(config_.heartbeat_ms);
   }
 
   // Until there is something to do: a frame, room to write, a wake-up, a deadline.
@@ -380,8 +394,7 @@ class NewsChannel::Impl {
       due = ack_due_;
       if (config_.heartbeat_ms != 0) {
         const milliseconds interval(config_.heartbeat_ms);
-        due = std::min({due, connection_->last_sent() + interval,
-                        connection_->last_received() + kMissedBeats * interval});
+        due = std::min({due, connection_->last_sent() + interval, silence_due()});
       }
     }
     int timeout_ms = -1;
@@ -389,6 +402,7 @@ class NewsChannel::Impl {
       const auto left = std::chrono::ceil<milliseconds>(due - Clock::now()).count();
       timeout_ms = static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
     }
+    expected_ = due;
     (void)::poll(fds, connection_ ? 2 : 1, timeout_ms);
     if ((fds[0].revents & POLLIN) != 0) wake_.drain();
   }
@@ -466,6 +480,9 @@ class NewsChannel::Impl {
   bool linked_ = false;
   news::Incoming incoming_;
   Clock::time_point link_due_, ack_due_;
+  Clock::time_point expected_ = Clock::time_point::max();  // when this thread must look again
+  Clock::time_point graced_ = Clock::time_point::min();    // the last_received() that was graced
+  Clock::time_point grace_end_;
 };
 
 NewsChannel::NewsChannel(NewsChannelConfig config)

@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <deque>
+#include <future>
 #include <iterator>
 #include <random>
 #include <string>
@@ -352,6 +354,30 @@ TEST(silence_and_missing_acknowledgements_are_noticed) {
   linking.start();
   Scheduler u(linking, incarnation(1));
   CHECK(event_of(linking).code == Code::kTimeout);
+}
+
+TEST(a_thread_that_did_not_listen_hears_what_was_sent_meanwhile) {
+  NewsChannelConfig config;
+  config.heartbeat_ms = 20;
+  Channel channel(config);
+  std::promise<void> is_busy, is_sent;
+  channel.on("ITEM", [&](msgpack::Reader item) {
+    if (item.uint("item") != 1) return;
+    is_busy.set_value();
+    is_sent.get_future().wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // ten heartbeats
+  });
+  channel.start();
+  Scheduler s(channel, incarnation(1));
+  (void)s.link(7, 1, true);
+  (void)event_of(channel);
+  s.news(1, "ITEM", {1});
+  is_busy.get_future().wait();
+  s.news(2, "ITEM", {2});  // lies unread until the first one's handler is done
+  is_sent.set_value();
+  CHECK_EQ(s.next().head, "ACKN");
+  CHECK_EQ(s.next().head, "ACKN");
+  CHECK(event_of(channel).code == Code::kPeerLost);  // now it is silence
 }
 
 TEST(completions_are_items_and_slots_are_bounded) {
