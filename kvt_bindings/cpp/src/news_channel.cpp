@@ -362,8 +362,9 @@ class NewsChannel::Impl {
     if (now >= ack_due_) throw Lost{Code::kTimeout, "the scheduler does not acknowledge", true};
     if (config_.heartbeat_ms == 0) return;
     const milliseconds interval(config_.heartbeat_ms);
-    // A look that comes late by an interval or more means that this thread did not listen: beats may
-    // lie unread, or both processes stood still. One more interval, once, as simple_rpc gives it.
+    // A look that comes late by an interval or more means that this thread did not listen: beats
+    // may lie unread, or both processes stood still. One more interval, once, as simple_rpc gives
+    // it.
     if (now >= silence_due()) {
       if (now - expected_ >= interval && graced_ != connection_->last_received()) {
         graced_ = connection_->last_received();
