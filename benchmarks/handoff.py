@@ -1,7 +1,7 @@
 """From the last layer's event on P to D's request admitted, and split TTFT minus undivided TTFT.
 
-    python -m benchmarks.handoff --json           # the real model: two to four minutes on two cores
-    python -m benchmarks.handoff --json --quick   # two requests at each length: about a minute
+    python -m benchmarks.handoff --json           # the real model: minutes, on two idle cores
+    python -m benchmarks.handoff --json --quick   # two requests at each length
     python -m benchmarks.handoff --model tiny     # seconds; computing is not what is measured
 
 One P, one D, a proxy and an undivided engine of the same model run in processes of their own; requests
