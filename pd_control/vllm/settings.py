@@ -8,7 +8,7 @@ from typing import Any
 from pd_control.config import Config, load
 
 #: Versions that the connector is tested with; others may work and are refused unless told otherwise.
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.31", "0.32")
 #: vLLM's core thread keeps Python's lock for seconds at a time, most of all while it starts, and the loop
 #: thread beside it cannot beat then; 5 s have been too few on a crowded machine. A dead process needs no
 #: heartbeat to be noticed.

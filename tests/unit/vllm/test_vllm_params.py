@@ -95,7 +95,7 @@ def test_an_id_that_is_too_long_to_be_a_reference_is_refused() -> None:
 
 
 def test_untested_versions_are_refused_unless_allowed() -> None:
-    for tested in ("0.32.0", "0.32.1"):
+    for tested in ("0.31.0", "0.32.0", "0.32.1"):
         check_version(tested, False)
     with pytest.raises(UnsupportedError, match=r"0\.29\.1"):
         check_version("0.29.1", False)
