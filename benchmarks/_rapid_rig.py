@@ -7,10 +7,10 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -19,6 +19,8 @@ from pd_control.cli.load import Job, complete
 from pd_control.cli.stages import by_request, collect_events
 from pd_control.reference.cluster import Cluster
 from pd_control.trace import Stage
+
+T = TypeVar("T")
 
 GENERATIONS = ("step", "bypass", "substep")
 UNFINISHED, FINISHED = 2, 3  # requests a round
@@ -91,6 +93,7 @@ class Rig:
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
     step_s: float = 0.0
     asked: list[Asked] = field(default_factory=list)
+    tasks: set[asyncio.Future[Any]] = field(default_factory=set)
     _count: int = 0
 
     async def open(self) -> None:
@@ -102,6 +105,18 @@ class Rig:
         for g in GENERATIONS:
             async with self.http.get(self.cluster.children[g].url + "/pd") as answer:
                 self.info[g] = await answer.json()
+
+    async def close(self) -> None:
+        """Also after a failure: nothing of ours is left running, and its errors are the failure's echo."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.cluster.close()
+
+    def begin(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(what)
+        self.tasks.add(task)
+        return task
 
     def prompt(self, tokens: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(tokens)]
@@ -139,9 +154,9 @@ class Rig:
         if found.error:
             raise RuntimeError(found.error)
 
-    async def after(self, at_s: float, what: Awaitable[None]) -> None:
+    async def decode_at(self, at_s: float, p: str, name: str, prompt: list[int]) -> None:
         await asyncio.sleep(max(0.0, at_s - time.time()))
-        await what
+        await self.decode(p, name, prompt)
 
     async def round(self, p: str, points: list[float]) -> None:
         """One long step of `p`, met at these fractions of it: first the unfinished, then the finished."""
@@ -150,12 +165,10 @@ class Rig:
         share = self.tokens // UNFINISHED
         long = [(self.name(), self.prompt(share)) for _ in range(UNFINISHED)]
         probe = (self.name(), self.prompt(PROBE_TOKENS))
-        tasks = [asyncio.ensure_future(self.decode(p, *probe))]
-        blocker = asyncio.ensure_future(
-            self.prefill(p, f"{probe[0]}-b", self.prompt(BLOCKER_TOKENS))
-        )
+        tasks = [self.begin(self.decode(p, *probe))]
+        blocker = self.begin(self.prefill(p, f"{probe[0]}-b", self.prompt(BLOCKER_TOKENS)))
         await asyncio.sleep(0.05)  # it runs: what comes now waits for it and shares one step
-        lefts = [asyncio.ensure_future(self.prefill(p, *x)) for x in (*long, probe)]
+        lefts = [self.begin(self.prefill(p, *x)) for x in (*long, probe)]
         began = await blocker
         for point, (name, prompt), kind in zip(
             points,
@@ -165,7 +178,7 @@ class Rig:
         ):
             self.asked.append(Asked(p, kind, f"{name}-d", f"{probe[0]}-d", began))
             at_s = began + point * self.step_s
-            tasks.append(asyncio.ensure_future(self.after(at_s, self.decode(p, name, prompt))))
+            tasks.append(self.begin(self.decode_at(at_s, p, name, prompt)))
         ended = max(await asyncio.gather(*lefts))
         await asyncio.gather(*tasks)
         self.step_s = ended - began
@@ -218,18 +231,16 @@ class Rig:
         ]
         probe = (self.name(), self.prompt(PROBE_TOKENS))
         before = (await self.counters(p)).get("sends.substep", 0)
-        rights = [asyncio.ensure_future(self.decode(p, *probe))]
-        blocker = asyncio.ensure_future(
-            self.prefill(p, f"{small[0][0]}-b", self.prompt(2 * BLOCKER_TOKENS))
-        )
+        rights = [self.begin(self.decode(p, *probe))]
+        blocker = self.begin(self.prefill(p, f"{small[0][0]}-b", self.prompt(2 * BLOCKER_TOKENS)))
         await asyncio.sleep(0.05)
-        lefts = [asyncio.ensure_future(self.prefill(p, *x)) for x in (*small, probe)]
+        lefts = [self.begin(self.prefill(p, *x)) for x in (*small, probe)]
         began = await blocker
         cpu = self.forward_cpu_s(p)
         for i, x in enumerate(small):
             at_s = began + self.step_s * (0.05 + 0.8 * i / NUM_SUBSTEPS)
             if asks:
-                rights.append(asyncio.ensure_future(self.after(at_s, self.decode(p, *x))))
+                rights.append(self.begin(self.decode_at(at_s, p, *x)))
         ended = max(await asyncio.gather(*lefts))
         used = self.forward_cpu_s(p) - cpu
         await asyncio.gather(*rights)
