@@ -191,6 +191,8 @@ class Demo:
             for item in self.items:
                 if item.split is None:
                     item.split = await self._send(http, item)
+                if item.split.error:
+                    self.cluster.check()  # without P or D the rest would only take time
                 progress.advance(split)
             task = progress.add_task("undivided", total=len(self.items))
             for item in self.items:
@@ -285,7 +287,8 @@ class Demo:
                 f"{compared - len(different)} of {compared} outputs equal the undivided engine's"
             )
             style = "red" if different or failed else "green"
-            self.out.print(Text(f"{verdict}, token for token.", style=f"bold {style}"))
+            verdict += ", token for token" + (f"; {len(failed)} failed." if failed else ".")
+            self.out.print(Text(verdict, style=f"bold {style}"))
             self.out.print(
                 f"KV blocks still pinned on P and D: {leaked}.  {took_s:.0f} s in all.  "
                 f"Stage trace: {path} (open it in ui.perfetto.dev), "

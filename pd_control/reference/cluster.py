@@ -183,6 +183,15 @@ class Cluster:
         child.info = json.loads(line)
         return child
 
+    def check(self) -> None:
+        """Raises ClusterError with a child's last words if one has ended by itself."""
+        for child in self.children.values():
+            status = child.process.returncode
+            if status is not None:
+                raise ClusterError(
+                    f"{child.name} ended with status {status}:\n{child.last_words()}"
+                )
+
     async def kill(self, name: str) -> None:
         """kill -9 of one child, and wait for its end; its workers end with it."""
         child = self.children.pop(name)
