@@ -6,8 +6,13 @@ Of the published failures in docs/vllm.md: F01, F03, F04, F07.
 
 from __future__ import annotations
 
-import pytest
+import json
+from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from pd_control.cli.app import app
 from pd_control.testing.vllm_kit import (
     BLOCK_TOKENS,
     FIRST,
@@ -98,6 +103,41 @@ def test_p_lets_go_when_d_never_comes(farm: Farm) -> None:
     # P sleeps: nothing but the end of the hold itself may wake it up.
     assert farm.pinned(farm.p) > 0
     until(lambda: farm.pinned(farm.p) == 0, "the hold ends by itself")
+
+
+# -- what an operator sees ---------------------------------------------------------------------------
+
+
+def pdctl(*args: str) -> Any:
+    """In this process: what it looks at does not last."""
+    result = CliRunner().invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, (result.output, result.stderr)
+    return json.loads(result.stdout)
+
+
+def test_pdctl_on_live_servers(farm: Farm) -> None:
+    """In the middle of a prefill and its transfer."""
+    tokens = farm.new_prompt(700)
+    for_p, for_d = both_params(farm.p, farm.new_id())
+    at = ["-e", farm.d.control, "-e", farm.p.control]
+    with farm.gate("p", "prefill") as gate:
+        asked = farm.ask_d_first(tokens, for_d)
+        half = farm.ask_p(tokens, for_p)
+        gate.wait_reached()
+        farm.wait_sent()
+        rows = {row["side"]: row for row in pdctl("ps", *at)["requests"]}
+        assert rows["P"]["request_id"] == for_p["transfer_id"]
+        shown = pdctl("show", rows["D"]["request_id"], *at)
+        by_instance = {process["instance"]: process for process in shown["processes"]}
+        assert by_instance["d0"]["decode_leases"][0]["kind"] == "load"
+        assert by_instance["p0"]["prefill_leases"][0]["kind"] == "hold"
+        pinned = {process["instance"]: process["sides"] for process in pdctl("blocks", *at)}
+        assert pinned["d0"]["decode"]["leases"]
+        assert pinned["p0"]["prefill"]["leases"]
+    farm.check(asked.end(), tokens)
+    assert half.end().status == 200
+    assert all(check["ok"] for check in pdctl("doctor", *at))
+    farm.check_clean()
 
 
 # -- clients that leave ------------------------------------------------------------------------------
