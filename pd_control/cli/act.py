@@ -225,6 +225,7 @@ def doctor(
         print_json([{"check": w, "ok": good, "finding": text} for w, good, text in checks])
     else:
         table = make_table("", "", "CHECK", "FINDING")
+        table.columns[-1].no_wrap = False  # what to do comes last in it
         for what, good, text in checks:
             mark = Text("ok", style="green") if good else Text("NO", style="bold red")
             table.add_row(mark, what, Text(text))

@@ -86,6 +86,18 @@ class FileDiscovery:
         self.bad_files = 0
         self.last_error = ""
 
+    def check(self) -> None:
+        """Raises OSError, with what to change, unless the folder is there or can be made, and takes files."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory):
+                pass
+        except OSError as error:
+            raise OSError(
+                f"discovery.directory: expected a folder to write to, got {error}; "
+                "pdctl serve takes it from --state-dir or PD_CONTROL_STATE_DIR"
+            ) from error
+
     def publish(self, own: PeerRecord) -> None:
         """Write this instance's file (replacing one of an earlier incarnation)."""
         if own.incarnation is None:
