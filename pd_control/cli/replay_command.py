@@ -224,13 +224,19 @@ def replay(
         "trace": trace.name, "requests": len(jobs), "scale": scale, "output_scale": output_scale or scale,
         "speed": speed, **figures,
     }  # fmt: skip
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    if picture is not None:
-        draw(picture, series, f"{trace.name}: {len(jobs)} requests, lengths × {scale:g}")
+    saved, problem = [output, *([picture] if picture else [])], ""
+    try:
+        output.write_text(json.dumps(report, indent=2) + "\n")
+        if picture is not None:
+            draw(picture, series, f"{trace.name}: {len(jobs)} requests, lengths × {scale:g}")
+    except OSError as error:  # a full disk: what was measured is at least printed
+        saved, problem = [], f"not everything could be saved: {error}"
     if as_json:
         print_json(report)
     else:
-        _print(report, [output, *([picture] if picture else [])])
+        _print(report, saved)
+    if problem:
+        fail(problem)
     if report["split"]["failed"] or report["undivided"]["failed"]:
         raise typer.Exit(NO)
 
@@ -307,7 +313,8 @@ def _print(report: dict[str, Any], files: Sequence[Path]) -> None:
             )
         for error in report[name]["errors"]:
             out.print(f"{name}: {error}", markup=False, highlight=False)
-    out.print(f"saved: {', '.join(map(str, files))}", highlight=False)
+    if files:
+        out.print(f"saved: {', '.join(map(str, files))}", highlight=False)
 
 
 def _ms(value: float | None) -> str:

@@ -95,6 +95,17 @@ def test_it_takes_everything_down_when_it_is_stopped(
     assert not (tmp_path / "figures.json").exists()
 
 
+def test_a_full_disk_costs_the_file_and_not_the_figures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "-n", "2", "--model", "tiny", "--speed", "0", "-o", "/dev/full"),
+        capture_output=True, text=True, timeout=GUARD_S,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "undivided" in done.stdout
+    assert "not everything could be saved" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_engine_that_is_stopped_while_it_loads_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pd_control.cli", "serve", "--role", "both", "--tp", "2",
