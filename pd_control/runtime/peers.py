@@ -152,6 +152,7 @@ class PeersOfDecode(_Links):
         self._about = about
         self._heartbeat_s = heartbeat_s
         self._trace = trace
+        self._warned = ""  # the last failure that was logged
 
     # -- links -------------------------------------------------------------------------------------
 
@@ -160,6 +161,10 @@ class PeersOfDecode(_Links):
 
         def failed(error: BaseException) -> None:
             code = error.code if isinstance(error, RpcError) else Code.INTERNAL
+            text = f"no link to {effect.instance or effect.address}: {error}"
+            if text != self._warned:  # with "recompute" requests go on, and nothing else would tell
+                self._warned = text
+                log.warning("%s", text)
             self._post(ev.LinkFailed(effect.instance, effect.link_id, code, str(error)))
 
         self._thread.spawn(

@@ -213,15 +213,21 @@ def test_one_process_can_be_both(cluster: Cluster) -> None:
     assert back.result(WAIT_S) == oracle(prompt(40, 2), 2, GEOMETRY)
 
 
-def test_a_shared_secret_is_needed_once_there_is_one(cluster: Cluster) -> None:
+def test_a_shared_secret_is_needed_once_there_is_one(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     secret = Network(secret="correct horse battery staple")
     p = cluster.node("p0", network=secret)
     good = cluster.node("d0", network=secret)
     bad = cluster.node("d1", network=Network(secret="another horse, another staple"))
     tokens = good.decode("r", prompt(30), 2, peer=p, on_failure=OnFailure.FAIL).result(WAIT_S)
     assert tokens == oracle(prompt(30), 2, GEOMETRY)
-    with pytest.raises(EngineError, match="UNAUTHORIZED"):
-        bad.decode("r", prompt(30), 2, peer=p, on_failure=OnFailure.FAIL).result(WAIT_S)
+    for name in ("r", "again"):
+        with pytest.raises(EngineError, match="UNAUTHORIZED"):
+            bad.decode(name, prompt(30), 2, peer=p, on_failure=OnFailure.FAIL).result(WAIT_S)
+    warnings = [r.getMessage() for r in caplog.records if "no link to p0" in r.getMessage()]
+    assert len(warnings) == 1, "the same failure is told once"
+    assert "secret" in warnings[0]
 
 
 def test_models_that_differ_are_refused_by_name(cluster: Cluster) -> None:
