@@ -158,6 +158,16 @@ class Deadlines:
         unit="s",
         doc="Both: interval of the pushed heartbeat of a link; three missed are PEER_LOST.",
     )
+    # A process that dies is noticed by its closed socket; the beat is for one that hangs, and an
+    # overloaded host must not pass for that: what it ends is an engine.
+    worker_heartbeat_s: float = setting(
+        5.0,
+        low=0.01,
+        high=60,
+        unit="s",
+        doc="Worker and its scheduler: interval of the heartbeat between them; three missed end "
+        "the worker.",
+    )
 
     def __post_init__(self) -> None:
         check(self, "deadlines")

@@ -49,7 +49,7 @@ class KvtPlane:
         self._channel = NewsChannel(
             kind=wire.KIND_WORKER,
             rank=cache.rank,
-            heartbeat_ms=int(deadlines.heartbeat_s * 1000),
+            heartbeat_ms=int(deadlines.worker_heartbeat_s * 1000),
         )
         self._receiver = Receiver(cache.native, self._channel, transports=transports)
         self._connections = DataClient(

@@ -92,6 +92,7 @@ def make_config(
         )
     deadlines = {
         "heartbeat_s": HEARTBEAT_S,
+        "worker_heartbeat_s": HEARTBEAT_S,
         "pressure_hold_s": PRESSURE_HOLD_S,
         **sections.pop("deadlines", {}),
     }
