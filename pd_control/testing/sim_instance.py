@@ -116,11 +116,15 @@ class SimInstance:
         """(Re)start a worker or adopt a living one; it registers when it is up."""
         self.process.after(delay_s, self._bring_up, worker)
 
-    def _bring_up(self, worker: SimWorker) -> None:
+    def _bring_up(self, worker: SimWorker, incarnation: bytes = b"") -> None:
+        """`incarnation`: the life of the worker that it is for, if it has waited."""
+        if incarnation and worker.process.incarnation != incarnation:
+            return  # killed in its pause; the next life was brought up by whoever started it
         if not worker.process.alive:
             worker.start()
         if self.world.queue.now_s < worker.process.paused_until_s:
-            self.process.at(worker.process.paused_until_s, self._bring_up, worker)
+            again_s = worker.process.paused_until_s
+            self.process.at(again_s, self._bring_up, worker, worker.process.incarnation)
             return
         worker.new_owner(self.process.incarnation)
         worker.channel = self.world.net.open_channel(worker.process, self.process, (worker, self))

@@ -462,7 +462,11 @@ class World:
         for instance in self.instances.values():
             self._check_instance_end(instance)
         if self.scenario.is_calm:
-            found = [name for name in CALM_NEVER if self.trace.counts[name]]
+            counts = self.trace.counts
+            found = [name for name in CALM_NEVER if counts[name]]
+            # P may preempt a request whose send has begun, and find blocks for it after `progress_s` only.
+            if counts["engine.preemptions"] and "load_done.TIMEOUT" in found:
+                found.remove("load_done.TIMEOUT")
             if found:
                 raise Violation("calm", f"nothing broke, and still: {', '.join(found)}")
 

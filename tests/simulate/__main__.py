@@ -15,7 +15,8 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 from pd_control.testing.sim_run import (
     MAX_TRACE_LINES,
@@ -59,6 +60,12 @@ def describe(result: SeedResult, small: bool, whole: bool) -> list[str]:
     if len(text) < len(again.trace):
         lines.append(f"  … {len(again.trace) - len(text)} earlier lines (--whole shows all)")
     return lines + ["  " + line for line in text]
+
+
+def as_details(failures: list[SeedResult]) -> list[dict[str, Any]]:
+    """What JSON says of each. Its counts are in the sums; `asdict` would make a Counter of a Counter's
+    items of them, which JSON cannot name."""
+    return [asdict(replace(failure, counts=Counter())) for failure in failures]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         "never_exercised": unexercised,
     }
     if args.json:
-        details = [asdict(f) for f in failures]
+        details = as_details(failures)
         print(json.dumps({**totals, "counts": dict(sorted(counts.items())), "failures": details}))
     else:
         for key, value in totals.items():
