@@ -53,11 +53,18 @@ class Round:
             kind, answer = "left", self._leave(draw, tokens)
         else:
             kind = draw.choice(["first", "both", "dual", "sequential", "stale"])
-            answer = self._ask(kind, tokens)
+            if (
+                kind == "stale"
+            ):  # another prompt's reference: what D is asked for is not what P holds
+                wanted = prompt(90, self._farm.new_seed())
+                answer = self._ask_first(tokens, wanted)
+                tokens = wanted
+            else:
+                answer = self._ask(kind, tokens)
         with self._lock:
             self.ended[kind, answer.status] += 1
         if answer.status == 200 and kind != "left":
-            assert kind != "stale", "a stale reference gave an answer"
+            # A stale reference, too, may give an answer, if D needs nothing of P: a right one.
             self._farm.check(answer, tokens)
 
     def _ask(self, kind: str, tokens: list[int]) -> Answer:
@@ -70,15 +77,18 @@ class Round:
             ])  # fmt: skip
             assert isinstance(answer, Answer)
             return answer
-        if kind in ("first", "stale"):
-            half = end_of(lambda: farm.p.ask(tokens, 1, FIRST, timeout_s=GUARD_S))
-            if half.status != 200:
-                return half
-            # Another prompt's reference: what D is asked for is not what P holds.
-            wanted = tokens if kind == "first" else prompt(90, farm.new_seed())
-            return end_of(lambda: farm.d.ask(wanted, OUT, half.params, timeout_s=GUARD_S))
+        if kind == "first":
+            return self._ask_first(tokens, tokens)
         proxy = self._proxies[kind == "sequential"]
         return end_of(lambda: proxy.ask(tokens, OUT, timeout_s=GUARD_S))
+
+    def _ask_first(self, tokens: list[int], wanted: list[int]) -> Answer:
+        """P first with `tokens`, then D for `wanted` with P's reference."""
+        farm = self._farm
+        half = end_of(lambda: farm.p.ask(tokens, 1, FIRST, timeout_s=GUARD_S))
+        if half.status != 200:
+            return half
+        return end_of(lambda: farm.d.ask(wanted, OUT, half.params, timeout_s=GUARD_S))
 
     def _leave(self, draw: random.Random, tokens: list[int]) -> Answer:
         """At any time: every moment is legal."""
