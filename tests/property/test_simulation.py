@@ -36,7 +36,7 @@ def test_seeds_hold(chunk: int) -> None:
 
 #: Seeds that once failed, each by a fault of the simulation itself: a preempted send that took longer than
 #: `progress_s` counted as broken; a worker killed in its pause was brought up twice.
-FOUND = (30_053_692, 30_062_988)
+FOUND = (30_053_692, 30_062_988, 30_066_824)
 
 
 @pytest.mark.parametrize("seed", FOUND)
