@@ -67,12 +67,15 @@ class TokenIdsError(ValueError):
     """Token ids that no vocabulary has."""
 
 
-def _u32(token_ids: Sequence[int]) -> array[int]:
-    """A new array of them in the machine's byte order."""
+def _pack(token_ids: Sequence[int]) -> array[int]:
+    """A new array of them as little-endian u32. Raises TokenIdsError."""
     try:
-        return array("I", token_ids)  # checks each at C speed
+        ids = array("I", token_ids)  # checks each at C speed
     except (OverflowError, TypeError) as error:
         raise TokenIdsError(f"expected token ids of 32 bits: {error}") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
 
 
 class Content:
@@ -109,10 +112,7 @@ class Content:
 
     def packed(self) -> bytes:
         """All token ids as little-endian u32. Raises TokenIdsError."""
-        ids = _u32(self._token_ids[: self.num_tokens])
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tobytes()
+        return _pack(self._token_ids[: self.num_tokens]).tobytes()
 
     def digest(self, num_tokens: int, packed: bytes | None = None) -> bytes:
         """Digest over the identity and token ids [0, num_tokens). `packed` is what `packed()` gave,
@@ -128,16 +128,13 @@ class Content:
             tokens = self._token_ids
             if len(tokens) > 2 * num_tokens:
                 tokens = tokens[:num_tokens]  # else converting a few too many is cheaper
-            ids = _u32(tokens)
-            if sys.byteorder == "big":
-                ids.byteswap()
-            packed_ids = memoryview(ids).cast("B")
+            view = memoryview(_pack(tokens)).cast("B")
         else:
-            packed_ids = memoryview(packed)
+            view = memoryview(packed)
         # SHA-256, not BLAKE2: every request is hashed on both sides, and servers do it in hardware.
         h = sha256(self._identity)
         h.update(num_tokens.to_bytes(8, "little"))
-        h.update(packed_ids[: 4 * num_tokens])
+        h.update(view[: 4 * num_tokens])
         self._digest = (num_tokens, h.digest())
         return self._digest[1]
 

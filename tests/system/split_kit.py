@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,13 @@ class Farm:
                 await asyncio.sleep(0.05)
 
         await asyncio.wait_for(turn(), GUARD_S)
+
+
+@contextlib.asynccontextmanager
+async def open_farm(cluster: Cluster) -> AsyncIterator[Farm]:
+    """`cluster` with nothing started yet; at the end nothing of it is left."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        try:
+            yield Farm(cluster, http)
+        finally:
+            await cluster.close()

@@ -20,12 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-import aiohttp
-
 from pd_control.cli.load import Job, Result, complete
 from pd_control.protocol.books import imbalances
 from pd_control.reference.cluster import Cluster
-from tests.system.split_kit import GUARD_S, Farm
+from tests.system.split_kit import GUARD_S, Farm, open_farm
 
 MODEL = "tiny:7"
 VOCAB = 500
@@ -266,22 +264,18 @@ async def run(args: argparse.Namespace) -> list[Tally]:
     share = -(-args.requests // len(names))
     cluster = make_cluster()
     tallies = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        farm = Farm(cluster, http)
-        try:
-            await start(farm, names)
-            for name in names:
+    async with open_farm(cluster) as farm:
+        await start(farm, names)
+        for name in names:
 
-                def progress(done: int, name: str = name) -> None:
-                    if sys.stderr.isatty():
-                        print(f"\r{name} {done}/{share} ", end="", file=sys.stderr, flush=True)
+            def progress(done: int, name: str = name) -> None:
+                if sys.stderr.isatty():
+                    print(f"\r{name} {done}/{share} ", end="", file=sys.stderr, flush=True)
 
-                tally = await storm(farm, name, share, args.seed, args.abort_share, progress)
-                tallies.append(tally)
-                if not args.json:
-                    print(show(tally), flush=True)
-        finally:
-            await cluster.close()
+            tally = await storm(farm, name, share, args.seed, args.abort_share, progress)
+            tallies.append(tally)
+            if not args.json:
+                print(show(tally), flush=True)
     return tallies
 
 

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from pd_control.cli.load import Job, Result, complete
 from pd_control.reference.cluster import Cluster
-from tests.system.split_kit import GUARD_S, Farm, tokens
+from tests.system.split_kit import GUARD_S, Farm, open_farm, tokens
 
 pytestmark = [
     pytest.mark.system,
@@ -34,15 +34,11 @@ OUT = 6
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = Cluster(model="tiny:9", engine_args=["--blocks", "256", "--step-tokens", "256"])
-    async with aiohttp.ClientSession() as http:
-        farm = Farm(cluster, http)
-        try:
-            await farm.start("undivided", "undivided", "--split-last-token")
-            await farm.start("p", "prefill")
-            await farm.start("d", "decode")
-            yield farm
-        finally:
-            await cluster.close()
+    async with open_farm(cluster) as farm:
+        await farm.start("undivided", "undivided", "--split-last-token")
+        await farm.start("p", "prefill")
+        await farm.start("d", "decode")
+        yield farm
 
 
 def kill(farm: Farm, victim: str) -> None:

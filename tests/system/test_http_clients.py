@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 
-import aiohttp
 import openai
 import pytest
 import pytest_asyncio
@@ -20,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_control.reference.cluster import Cluster
 from pd_control.reference.spec import TINY
-from tests.system.split_kit import GUARD_S, Farm
+from tests.system.split_kit import GUARD_S, Farm, open_farm
 
 pytestmark = [
     pytest.mark.system,
@@ -35,16 +34,12 @@ Metrics = dict[tuple[str, ...], float]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = Cluster(model="tiny:3", engine_args=["--blocks", "256", "--step-tokens", "64"])
-    async with aiohttp.ClientSession() as http:
-        farm = Farm(cluster, http)
-        try:
-            await farm.start("undivided", "undivided", "--split-last-token")
-            await farm.start("p", "prefill")
-            await farm.start("d", "decode")
-            await cluster.start_proxy("proxy", "dual")
-            yield farm
-        finally:
-            await cluster.close()
+    async with open_farm(cluster) as farm:
+        await farm.start("undivided", "undivided", "--split-last-token")
+        await farm.start("p", "prefill")
+        await farm.start("d", "decode")
+        await cluster.start_proxy("proxy", "dual")
+        yield farm
 
 
 def client_of(farm: Farm, name: str) -> openai.AsyncOpenAI:

@@ -14,7 +14,6 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
@@ -22,7 +21,7 @@ from typer.testing import CliRunner
 from pd_control.cli.app import app
 from pd_control.cli.load import Job, Result, complete
 from pd_control.reference.cluster import Cluster
-from tests.system.split_kit import GUARD_S, Farm, tokens
+from tests.system.split_kit import GUARD_S, Farm, open_farm, tokens
 
 pytestmark = [
     pytest.mark.system,
@@ -34,14 +33,10 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = Cluster(model="tiny:4", engine_args=["--blocks", "24", "--step-tokens", "64"])
-    async with aiohttp.ClientSession() as http:
-        farm = Farm(cluster, http)
-        try:
-            await farm.start("p", "prefill", "--tp", "2")
-            await farm.start("d", "decode")
-            yield farm
-        finally:
-            await cluster.close()
+    async with open_farm(cluster) as farm:
+        await farm.start("p", "prefill", "--tp", "2")
+        await farm.start("d", "decode")
+        yield farm
 
 
 async def pdctl(farm: Farm, *args: str, status: int | None = 0) -> Any:

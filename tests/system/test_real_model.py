@@ -11,14 +11,13 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from pd_control.reference.checkpoint import smollm2_path
 from pd_control.reference.cluster import Cluster
 from pd_control.reference.tokenizer import Tokenizer, load_tokenizer
-from tests.system.split_kit import Farm
+from tests.system.split_kit import Farm, open_farm
 
 pytestmark = [
     pytest.mark.system,
@@ -45,19 +44,15 @@ PAIRS = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = Cluster(model="smollm2", engine_args=["--blocks", "96", "--step-tokens", "64"])
-    async with aiohttp.ClientSession() as http:
-        farm = Farm(cluster, http)
-        try:
-            await farm.start("undivided", "undivided", "--split-last-token")  # unpacks the weights
-            await asyncio.gather(
-                *(
-                    farm.start(name, role, "--tp", str(tp), "--transports", transports)
-                    for name, (role, tp, transports) in ENGINES.items()
-                )
+    async with open_farm(cluster) as farm:
+        await farm.start("undivided", "undivided", "--split-last-token")  # unpacks the weights
+        await asyncio.gather(
+            *(
+                farm.start(name, role, "--tp", str(tp), "--transports", transports)
+                for name, (role, tp, transports) in ENGINES.items()
             )
-            yield farm
-        finally:
-            await cluster.close()
+        )
+        yield farm
 
 
 @functools.cache

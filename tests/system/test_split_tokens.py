@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from pd_control.reference.cluster import Cluster
-from tests.system.split_kit import Farm, tokens
+from tests.system.split_kit import Farm, open_farm, tokens
 
 pytestmark = [
     pytest.mark.system,
@@ -46,18 +45,14 @@ OUT = 8
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = Cluster(model="tiny:5", engine_args=["--blocks", "256", "--step-tokens", "64"])
-    async with aiohttp.ClientSession() as http:
-        farm = Farm(cluster, http)
-        try:
-            await farm.start("undivided", "undivided", "--split-last-token")
-            for name, (role, tp, block, transports) in ENGINES.items():
-                await farm.start(
-                    name, role, "--tp", str(tp), "--block-tokens", str(block),
-                    "--transports", transports,
-                )  # fmt: skip
-            yield farm
-        finally:
-            await cluster.close()
+    async with open_farm(cluster) as farm:
+        await farm.start("undivided", "undivided", "--split-last-token")
+        for name, (role, tp, block, transports) in ENGINES.items():
+            await farm.start(
+                name, role, "--tp", str(tp), "--block-tokens", str(block),
+                "--transports", transports,
+            )  # fmt: skip
+        yield farm
 
 
 @pytest.mark.parametrize(("p", "d"), PAIRS)

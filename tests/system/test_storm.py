@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.system.split_kit import Farm
+from tests.system.split_kit import Farm, open_farm
 from tests.system.storm import (
     COMBINATIONS,
     VOCAB,
@@ -36,13 +35,9 @@ WITH_ABORTS = 60
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def farm() -> AsyncIterator[Farm]:
     cluster = make_cluster()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        farm = Farm(cluster, http)
-        try:
-            await start(farm, list(COMBINATIONS))
-            yield farm
-        finally:
-            await cluster.close()
+    async with open_farm(cluster) as farm:
+        await start(farm, list(COMBINATIONS))
+        yield farm
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
