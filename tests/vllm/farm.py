@@ -124,6 +124,7 @@ class Farm:
 
     def start_d(self, scheduler: list[str] | None = None, **transfer: Any) -> VllmServer:
         """A new life of D; with vLLM's stock scheduler unless told otherwise."""
+        self.d_policy = transfer.get("kv_load_failure_policy", "fail")
         args = [*(scheduler or []), "--num-gpu-blocks-override", str(BLOCKS_OF_D)]
         return self._start("d", role="kv_consumer", name="d0", control_port=self.ports["d"],
                            settings=SETTINGS, args=args, env=self._gates("d"),

@@ -33,7 +33,7 @@ class Round:
     """The clients of one round, and the moment of the kill."""
 
     def __init__(self, farm: Farm, seed: int, proxies: list[Proxy]) -> None:
-        self._farm, self._proxies = farm, proxies
+        self._farm, self._proxies, self._policy = farm, proxies, farm.d_policy
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._started = 0
@@ -53,9 +53,7 @@ class Round:
             kind, answer = "left", self._leave(draw, tokens)
         else:
             kind = draw.choice(["first", "both", "dual", "sequential", "stale"])
-            if (
-                kind == "stale"
-            ):  # another prompt's reference: what D is asked for is not what P holds
+            if kind == "stale":  # another prompt's reference: D is asked for what P does not hold
                 wanted = prompt(90, self._farm.new_seed())
                 answer = self._ask_first(tokens, wanted)
                 tokens = wanted
@@ -64,7 +62,8 @@ class Round:
         with self._lock:
             self.ended[kind, answer.status] += 1
         if answer.status == 200 and kind != "left":
-            # A stale reference, too, may give an answer, if D needs nothing of P: a right one.
+            # The D that the drills left behind recomputes what it does not get, rightly; others refuse.
+            assert kind != "stale" or self._policy == "recompute", "a stale reference had an answer"
             self._farm.check(answer, tokens)
 
     def _ask(self, kind: str, tokens: list[int]) -> Answer:
