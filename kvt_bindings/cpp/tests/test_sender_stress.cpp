@@ -48,10 +48,14 @@ const Incarnation kScheduler = id<Incarnation>(1);
 enum class Meeting { kRacing, kBeforeStep, kInStep, kAfterFreeze };
 Meeting meeting_of(StepId step) {
   switch (step % 10) {
-    case 2: return Meeting::kBeforeStep;
-    case 5: return Meeting::kInStep;
-    case 8: return Meeting::kAfterFreeze;
-    default: return Meeting::kRacing;
+    case 2:
+      return Meeting::kBeforeStep;
+    case 5:
+      return Meeting::kInStep;
+    case 8:
+      return Meeting::kAfterFreeze;
+    default:
+      return Meeting::kRacing;
   }
 }
 
@@ -228,7 +232,8 @@ TEST(racing_threads_have_one_right_answer) {
   for (StepId step = 1; step <= steps; ++step) {
     const auto frozen_at = static_cast<SubstepId>(answers[step].load());
     const Meeting meeting = meeting_of(step);
-    if (meeting == Meeting::kBeforeStep || meeting == Meeting::kInStep) CHECK_EQ(frozen_at, kSubsteps);
+    if (meeting == Meeting::kBeforeStep || meeting == Meeting::kInStep)
+      CHECK_EQ(frozen_at, kSubsteps);
     if (meeting == Meeting::kAfterFreeze) CHECK_EQ(frozen_at, 0u);
     std::size_t num_taken = 0;
     for (std::uint32_t k = 1; k <= kSubsteps; ++k) {
