@@ -110,8 +110,11 @@ def _bind_tcp(family: int, where: Any, backlog: int) -> socket.socket:
         sock.setblocking(False)
         sock.bind(where)
         sock.listen(backlog)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, OSError) and error.strerror:
+            at = f"{where[0]}:{where[1]}"
+            raise OSError(error.errno, f"cannot listen on tcp://{at}: {error.strerror}") from error
         raise
     return sock
 

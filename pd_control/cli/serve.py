@@ -178,7 +178,12 @@ def proxy(
     ] = None,
     mode: Annotated[str, typer.Option(help="dual, sequential or single.")] = "dual",
     retries: Annotated[int, typer.Option(help="Attempts after the first.", min=0, max=10)] = 1,
-    on_failure: Annotated[str, typer.Option(help="Told to D: fail, recompute or retry.")] = "",
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            help="Told to D: fail, recompute or retry; with recompute, D alone serves while no P can."
+        ),
+    ] = "",
     silence: Annotated[
         float, typer.Option(help="Seconds without a byte after which an attempt fails.", min=0.1)
     ] = 300.0,
@@ -206,7 +211,7 @@ def proxy(
         try:
             runner, real_port = await serve_app(app, host, port)
         except OSError as error:
-            fail(f"cannot listen on {host}:{port}: {error}")
+            fail(str(error.strerror))
         ready_line(url=f"http://{host}:{real_port}", role="proxy", mode=mode)
         await Signals().until(asyncio.get_running_loop().create_future())
         await runner.cleanup()

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,21 @@ def read_record(path: Path) -> PeerRecord:
     return PeerRecord(values["instance"], values["address"], values["role"], incarnation)
 
 
+def _live_owner(path: Path, oldest_s: float) -> int | None:
+    """The pid of the other process of this host that keeps a file up to date, if there is one."""
+    try:
+        if path.stat().st_mtime < oldest_s:
+            return None
+        data = json.loads(path.read_bytes()[:MAX_FILE_BYTES])
+        pid = data["pid"]
+        if data["host"] != socket.gethostname() or type(pid) is not int or pid == os.getpid():
+            return None
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if status.rpartition(")")[2].split()[0] in "ZX" else pid
+
+
 class FileDiscovery:
     """Watches a folder, and keeps this instance's own file in it while `publish`ed.
 
@@ -86,8 +102,13 @@ class FileDiscovery:
         self.bad_files = 0
         self.last_error = ""
 
-    def check(self) -> None:
-        """Raises OSError, with what to change, unless the folder is there or can be made, and takes files."""
+    def check(self, instance: str) -> None:
+        """Whether `instance` could be published, before anything else of it is started.
+
+        Raises:
+            OSError: the folder is not there and cannot be made, or takes no files; with what to change.
+            DiscoveryError: another live process of this host publishes itself under the same name.
+        """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._directory):
@@ -97,6 +118,14 @@ class FileDiscovery:
                 f"discovery.directory: expected a folder to write to, got {error}; "
                 "pdctl serve takes it from --state-dir or PD_CONTROL_STATE_DIR"
             ) from error
+        path = self._directory / _file_name(instance)
+        # One that is ending takes its file away; one that has died is no process any more.
+        pid = _live_owner(path, self._oldest_s())
+        if pid is not None:
+            raise DiscoveryError(
+                f"{path}: an instance of the name {instance!r} is running already, as process {pid}: "
+                "end it, or give this one another name (pdctl serve --instance)"
+            )
 
     def publish(self, own: PeerRecord) -> None:
         """Write this instance's file (replacing one of an earlier incarnation)."""
@@ -110,6 +139,7 @@ class FileDiscovery:
             "role": own.role,
             "incarnation": own.incarnation.hex(),
             "pid": os.getpid(),
+            "host": socket.gethostname(),
         }
         fd, name = tempfile.mkstemp(dir=self._directory, prefix=".tmp-")
         try:
@@ -160,11 +190,15 @@ class FileDiscovery:
         self.bad_files += 1
         self.last_error = error
 
+    def _oldest_s(self) -> float:
+        """A file that was last touched before this time is nobody's any more."""
+        return self._wall_s() - STALE_AFTER_REFRESHES * self._refresh_s
+
     def scan(self) -> None:
         """Read the folder once and report the differences."""
         if self._listener is None:
             return
-        oldest = self._wall_s() - STALE_AFTER_REFRESHES * self._refresh_s
+        oldest = self._oldest_s()
         seen: dict[str, PeerRecord] = {}
         try:
             paths = sorted(self._directory.glob("*" + SUFFIX))[:MAX_FILES]

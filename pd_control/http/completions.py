@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -43,7 +44,9 @@ KNOWN_FIELDS = frozenset(
 
 
 class BadRequestError(ValueError):
-    """What the client sent cannot be served; the message says field, expected and got."""
+    """What the client sent cannot be served; the message says field, expected and got, ``status`` how."""
+
+    status = 400
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,10 @@ async def read_json(http: web.Request) -> dict[str, Any]:
     """
     try:
         body = await http.json(loads=_loads)
+    except web.HTTPRequestEntityTooLarge:
+        refusal = BadRequestError(f"expected a body of at most {MAX_BODY_BYTES} bytes")
+        refusal.status = 413
+        raise refusal from None
     except (ValueError, LookupError, RecursionError) as error:  # syntax, bytes, charset, depth
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -185,7 +192,8 @@ class CompletionServer:
         metrics: answers ``/metrics``.
         on_refused: told of each request that is answered with an error before an engine sees it.
         answer_params: what goes into an answer as ``kv_transfer_params``, for routers that ask P first.
-        control_info: what ``/pd`` tells a proxy: engine_id, control_host, control_port, role.
+        control_info: what ``/pd`` tells a proxy: engine_id, control_host, control_port, role,
+            on_load_failure, after_retries.
     """
 
     def __init__(
@@ -253,7 +261,7 @@ class CompletionServer:
         try:
             parsed = parse(await read_json(http), self._tokenizer)
         except BadRequestError as error:
-            return error_response(400, str(error))
+            return error_response(error.status, str(error))
         if parsed.model not in ("", self._model):
             message = f"the model {parsed.model!r} is not served here, {self._model!r} is"
             return error_response(404, message, "model_not_found")
@@ -346,10 +354,15 @@ class CompletionServer:
 async def serve_app(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Start serving; returns the runner (``await runner.cleanup()`` stops it) and the real port.
 
-    Handlers are cancelled when their client disconnects, which aborts the request behind them.
+    Handlers are cancelled when their client disconnects, which aborts the request behind them. Raises
+    OSError, naming the address, if it cannot be had.
     """
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {why}") from error
     return runner, int(runner.addresses[0][1])

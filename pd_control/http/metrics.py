@@ -107,6 +107,11 @@ class ProxyCollector:
     def collect(self) -> Iterator[Metric]:
         retries = self._proxy.num_retries
         yield CounterMetricFamily("pd_proxy_retries", "Attempts after the first", value=retries)
+        yield CounterMetricFamily(
+            "pd_proxy_recomputed",
+            "Requests that D was asked to compute whole, since no P did its half",
+            value=self._proxy.num_recomputed,
+        )
         sent = CounterMetricFamily(
             "pd_proxy_requests", "Requests sent to a server", labels=["role", "server"]
         )

@@ -13,7 +13,8 @@ Each completion goes to one P and one D, chosen round robin. How the two learn o
 
 A client that disconnects ends both halves: their HTTP requests are cancelled, which each server takes
 as an abort. Before the first byte has gone to the client a failed attempt is repeated on the next pair;
-after it the error is told and nothing is repeated.
+after it the error is told and nothing is repeated. If in the last attempt P did not do its half, and D's
+policy for KV that does not come is ``recompute``, D is asked to compute all of it.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ CONTROL_KNOWN_S = 2.0
 
 
 class UpstreamError(Exception):
-    """A server did not do its half. ``status`` is what the client gets if nothing else helps."""
+    """``server`` did not do its half. ``status`` is what the client gets if nothing else helps."""
 
-    def __init__(self, status: int, message: str, *, retry: bool) -> None:
+    def __init__(self, server: Upstream, status: int, message: str, *, retry: bool) -> None:
         super().__init__(message)
-        self.status, self.message, self.retry = status, message, retry
+        self.server, self.status, self.message, self.retry = server, status, message, retry
 
 
 @dataclass
@@ -167,7 +168,7 @@ class Proxy:
         self._prefill, self._decode = Pool(list(prefill)), Pool(list(decode))
         self._mode, self._retries, self._on_failure = mode, retries, on_failure
         self._silence_s = silence_s
-        self.num_retries = 0
+        self.num_retries = self.num_recomputed = 0
         self._meter = _make_meter(self)
         self._session: aiohttp.ClientSession | None = None
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -243,7 +244,7 @@ class Proxy:
         except BadRequestError as error:
             if self._meter is not None:
                 self._meter.refused()
-            return error_response(400, str(error))
+            return error_response(error.status, str(error))
         measured = self._meter.begin() if self._meter is not None else None
         sender = _Sender(http, measured)
         outcome = "client_left"  # unless it is still there in the end
@@ -266,13 +267,39 @@ class Proxy:
             self.num_retries += attempt > 0
             try:
                 return await self._attempt(path, body, p, d, sender)
-            except UpstreamError as error:
+            except UpstreamError as failed:
+                error = failed
                 log.warning("attempt %d of a completion failed: %s", attempt + 1, error.message)
                 if sender.response is not None:
                     return await sender.fail(error.message)
                 if not error.retry or attempt == self._retries:
-                    return error_response(error.status, error.message, "upstream_error")
-        raise AssertionError("unreachable")
+                    break
+        if error.retry and error.server is p and await self._recomputes(d):
+            log.warning("%s is asked to compute the prompt by itself", d.url)
+            self.num_recomputed += 1
+            try:
+                return await self._decode_half(
+                    path, body, None, f"pd-{uuid.uuid4().hex}", d, sender
+                )
+            except UpstreamError as last:
+                if sender.response is not None:
+                    return await sender.fail(last.message)
+                error = last
+        return error_response(error.status, error.message, "upstream_error")
+
+    async def _recomputes(self, d: Upstream) -> bool:
+        """Whether D's last word on KV that does not come is to compute it: by the policy that it is told
+        here, else by its own."""
+        if self._on_failure in ("fail", "recompute"):
+            return self._on_failure == "recompute"
+        assert self._session is not None
+        try:
+            async with self._session.get(d.url + "/pd", timeout=_SMALL) as answer:
+                info = await answer.json()
+            policy = self._on_failure or info["on_load_failure"]
+            return bool((info["after_retries"] if policy == "retry" else policy) == "recompute")
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError):
+            return False  # it does not say
 
     async def _attempt(
         self,
@@ -307,7 +334,10 @@ class Proxy:
             params = answer.get("kv_transfer_params")
             if not isinstance(params, dict):
                 raise UpstreamError(
-                    502, f"{p.url} did not say how to fetch its KV (mode sequential)", retry=False
+                    p,
+                    502,
+                    f"{p.url} did not say how to fetch its KV (mode sequential)",
+                    retry=False,
                 )
             return await self._decode_half(path, body, params, transfer_id, d, sender)
         host, port = await self._control_of(p)
@@ -334,7 +364,7 @@ class Proxy:
                 result = await answer.json()
             except (aiohttp.ClientError, ValueError) as error:
                 p.num_failures += 1
-                raise UpstreamError(502, f"{p.url} broke off: {error}", retry=True) from error
+                raise UpstreamError(p, 502, f"{p.url} broke off: {error}", retry=True) from error
         if not isinstance(result, dict):
             return {}
         p.learn(result.get("kv_transfer_params"), asyncio.get_running_loop().time())
@@ -344,19 +374,22 @@ class Proxy:
         self,
         path: str,
         body: dict[str, Any],
-        params: dict[str, Any],
+        params: dict[str, Any] | None,
         transfer_id: str,
         d: Upstream,
         sender: _Sender,
     ) -> web.StreamResponse:
+        """``params``: None for a D that computes the prompt itself."""
         whole = body | {"kv_transfer_params": params, "request_id": f"{transfer_id}-d"}
+        if params is None:
+            del whole["kv_transfer_params"]
         async with self._post(d, path, whole) as answer:
             try:
                 async for chunk in answer.content.iter_any():
                     await sender.send(answer, chunk)
             except aiohttp.ClientError as error:
                 d.num_failures += 1
-                raise UpstreamError(502, f"{d.url} broke off: {error}", retry=True) from error
+                raise UpstreamError(d, 502, f"{d.url} broke off: {error}", retry=True) from error
             return await sender.end(answer)
 
     @contextlib.asynccontextmanager
@@ -372,13 +405,13 @@ class Proxy:
             server.num_failures += 1
             if isinstance(error, (aiohttp.ClientConnectorError, asyncio.TimeoutError)):
                 server.failed_to_connect(asyncio.get_running_loop().time())
-            raise UpstreamError(502, f"{server.url}: {error}", retry=True) from error
+            raise UpstreamError(server, 502, f"{server.url}: {error}", retry=True) from error
         try:
             if answer.status != 200:
                 server.num_failures += answer.status >= 500
                 message = await _error_message(answer)
                 raise UpstreamError(
-                    answer.status, f"{server.url}: {message}", retry=answer.status >= 500
+                    server, answer.status, f"{server.url}: {message}", retry=answer.status >= 500
                 )
             yield answer
         finally:
@@ -393,7 +426,7 @@ class Proxy:
                 async with self._session.get(p.url + "/pd", timeout=_SMALL) as answer:
                     if answer.status != 200:
                         raise UpstreamError(
-                            502, f"{p.url}/pd answered {answer.status}; configure it as "
+                            p, 502, f"{p.url}/pd answered {answer.status}; configure it as "
                             f"{p.url}@control_host:port", retry=True,
                         )  # fmt: skip
                     info = await answer.json()
@@ -401,9 +434,10 @@ class Proxy:
                 p.engine_id = str(info["engine_id"])
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 p.failed_to_connect(asyncio.get_running_loop().time())
-                raise UpstreamError(502, f"{p.url}: {_why(error)}", retry=True) from error
+                raise UpstreamError(p, 502, f"{p.url}: {_why(error)}", retry=True) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise UpstreamError(
+                    p,
                     502,
                     f"{p.url}/pd does not say where its control plane is: {error!r}",
                     retry=True,

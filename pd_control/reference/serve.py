@@ -174,6 +174,8 @@ class Serving:
         return {
             "engine_id": self.runtime.me.instance,
             "role": self.runtime.config.role,
+            "on_load_failure": self.runtime.config.policy.on_load_failure,
+            "after_retries": self.runtime.config.policy.after_retries,
             "control_host": host,
             "control_port": int(port),
         }

@@ -161,7 +161,9 @@ class SchedulerRuntime:
     async def _start(self) -> None:
         net, discovery = self.config.network, self.config.discovery
         if discovery.directory is not None:  # before workers are started, not when they are there
-            FileDiscovery(discovery.directory, refresh_s=discovery.refresh_s).check()
+            FileDiscovery(discovery.directory, refresh_s=discovery.refresh_s).check(
+                self.me.instance
+            )
         secret = net.load_secret()
         limits = Limits(max_body_bytes=net.max_body_bytes, max_connections=net.max_connections)
         identity = Identity(wire.ROLE_SCHEDULER, self.me.instance, self.me.incarnation)

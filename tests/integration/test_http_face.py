@@ -11,8 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from pd_control.http.completions import (
+    MAX_BODY_BYTES,
     BadRequestError,
     CompletionServer,
     TextStream,
@@ -116,6 +118,19 @@ async def test_what_cannot_be_served_is_said_in_openai_shape(
 ) -> None:
     got, answer = await serving.post(**body)
     assert (got, message in answer["error"]["message"]) == (status, True), answer
+
+
+@on_one_loop
+async def test_a_body_that_is_too_large_is_said_in_openai_shape(serving: Serving) -> None:
+    status, answer = await serving.post(prompt="x" * MAX_BODY_BYTES)
+    assert (status, str(MAX_BODY_BYTES) in answer["error"]["message"]) == (413, True), answer
+
+
+@on_one_loop
+async def test_an_address_that_is_taken_is_named(serving: Serving) -> None:
+    port = int(serving.url.rpartition(":")[2])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        await serve_app(web.Application(), "127.0.0.1", port)
 
 
 @on_one_loop

@@ -30,6 +30,7 @@ class Scripted:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.url = ""
+        self.policy = ("fail", "fail")
         self.asked: list[dict[str, Any]] = []
         self.num_cancelled = 0
         self.is_asked, self.is_cancelled = asyncio.Event(), asyncio.Event()
@@ -45,9 +46,9 @@ class Scripted:
             raise
 
     async def pd(self, _: web.Request) -> web.Response:
-        return web.json_response(
-            {"engine_id": "p", "control_host": "127.0.0.1", "control_port": 7, "role": "prefill"}
-        )
+        info = {"engine_id": "p", "control_host": "127.0.0.1", "control_port": 7, "role": "prefill"}
+        policy = dict(zip(("on_load_failure", "after_retries"), self.policy, strict=True))
+        return web.json_response(info | policy)
 
 
 async def good(server: Scripted, _: web.Request) -> web.StreamResponse:
@@ -158,6 +159,50 @@ async def test_what_a_server_refuses_is_not_tried_again() -> None:
         assert b"n: only 1" in body
         assert len(p.asked) == 1
         assert p.asked[0]["max_tokens"] == 0, "P is to refuse it as well"
+
+
+@pytest.mark.parametrize("mode", ["dual", "sequential"])
+@pytest.mark.parametrize(
+    ("option", "policy"),
+    [
+        ("recompute", ("fail", "fail")),
+        ("retry", ("fail", "recompute")),
+        ("", ("recompute", "fail")),
+        ("", ("retry", "recompute")),
+    ],
+)
+async def test_a_d_that_recomputes_serves_alone_while_no_p_does_its_half(
+    mode: str, option: str, policy: tuple[str, str]
+) -> None:
+    """By the proxy's option, or else by what D says of itself."""
+
+    async def alone(server: Scripted, http: web.Request) -> web.StreamResponse:
+        with_p = "kv_transfer_params" in await http.json()
+        return await (never if with_p else good)(server, http)
+
+    async with running([failing], [alone], mode=mode, on_failure=option) as ([p], [d], url, proxy):
+        d.policy = policy
+        status, body = await asyncio.wait_for(ask(url, max_tokens=9), GUARD_S)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, d.url)
+        assert d.asked[-1]["max_tokens"] == 9
+        assert (len(p.asked), proxy.num_retries, proxy.num_recomputed) == (2, 1, 1)
+        # What P refuses D refuses as well: nothing to compute.
+        p.handler = refusing
+        assert (await asyncio.wait_for(ask(url), GUARD_S))[0] == 400
+        assert proxy.num_recomputed == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "policy"),
+    [("fail", ("recompute", "recompute")), ("", ("fail", "recompute")), ("", ("retry", "fail"))],
+)
+async def test_a_d_of_another_policy_does_not(option: str, policy: tuple[str, str]) -> None:
+    async with running([failing], [never], on_failure=option) as (_, [d], url, proxy):
+        d.policy = policy
+        status, body = await asyncio.wait_for(ask(url), GUARD_S)
+        assert (status, b"out of order" in body) == (500, True)
+        assert all("kv_transfer_params" in asked for asked in d.asked)
+        assert proxy.num_recomputed == 0
 
 
 async def test_after_the_first_byte_an_error_is_told_and_nothing_repeated() -> None:

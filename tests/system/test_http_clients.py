@@ -204,9 +204,19 @@ async def test_an_undivided_engine_has_metrics_without_a_control_plane(farm: Far
 
 
 async def test_a_p_that_came_back_elsewhere_is_found_again(farm: Farm) -> None:
-    """Same HTTP port, another control port: the proxy has asked the old one where it listens."""
+    """Same HTTP port, another control port: the proxy has asked the old one where it listens. Until it is
+    back D serves alone, since its policy is to recompute."""
     port = farm.child("p").url.rpartition(":")[2]
     await farm.cluster.stop("p")
+    texts = []
+    for name in ("proxy", "undivided"):
+        async with client_of(farm, name) as client:
+            answer = await client.completions.create(
+                model="tiny", prompt="nobody there", max_tokens=5
+            )
+            texts.append(answer.choices[0].text)
+    assert texts[0] == texts[1]
+    assert (await metrics(farm, "proxy"))["pd_proxy_recomputed_total",] == 1
     await farm.start("p", "prefill", "--port", port)
     row = ("pd_kv_loaded_tokens_total",)
     before = await metrics(farm, "d")

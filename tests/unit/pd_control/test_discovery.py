@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,40 @@ async def test_changes_are_pushed_without_waiting_for_a_rescan(folder: Path) -> 
     await seen.until("-p0")
     assert seen.log == ["+p0", "~p0", "-p0"]
     watcher.close()
+
+
+def test_a_name_belongs_to_one_live_process_of_a_host(folder: Path) -> None:
+    """Two engines of one name would take turns in one file, and peers would see one restart after another."""
+    publish = (
+        "import sys; from pathlib import Path; from pd_control.discovery import *;"
+        "FileDiscovery(Path(sys.argv[1])).publish("
+        "PeerRecord('p0', 'tcp://127.0.0.1:1', 'prefill', b'a' * 16));"
+        "print(flush=True); sys.stdin.read()"
+    )
+    mine = FileDiscovery(folder)
+    with subprocess.Popen(
+        [sys.executable, "-c", publish, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        other.stdout.readline()
+        mine.check("p1")
+        with pytest.raises(
+            DiscoveryError, match=f"'p0' is running already, as process {other.pid}"
+        ):
+            mine.check("p0")
+        # One that does not touch its file any more has lost it, as for everybody else.
+        FileDiscovery(folder, wall_s=lambda: time.time() + 7).check("p0")
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        mine.check("p0")  # nobody has collected it yet
+    mine.check("p0")
+    (path,) = files(folder)
+    mine.publish(record("p0"))
+    mine.check("p0")  # this process's own
+    path.write_text("{not json")
+    mine.check("p0")
+    mine.close()
 
 
 async def test_own_file_is_not_a_peer_and_comes_back_if_removed(folder: Path) -> None:
