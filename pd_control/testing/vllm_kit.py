@@ -67,6 +67,7 @@ class VllmServer(HttpProcess):
         name: str = "",
         control_port: int = 0,
         settings: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
         args: Sequence[str] = (),
         cpu: int | None = None,
         env: dict[str, str] | None = None,
@@ -86,7 +87,7 @@ class VllmServer(HttpProcess):
         if not (model / "tokenizer.json").exists():
             command += ["--skip-tokenizer-init"]
         if role:
-            extra: dict[str, Any] = {"pd_control": settings or {}}
+            extra = {"pd_control": settings or {}} | (extra or {})
             if control_port:
                 extra["control_port"] = control_port
             connector = {

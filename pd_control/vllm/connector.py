@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from pd_control.vllm.bootstrap import Bootstrap
     from pd_control.vllm.scheduler_half import SchedulerHalf
     from pd_control.vllm.worker_half import WorkerHalf
 
@@ -104,6 +105,7 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._runtime: Any = None
         self._half: SchedulerHalf | None = None
+        self._bootstrap: Bootstrap | None = None
         self._worker: WorkerHalf | None = None
         self._forward_context = vllm_config.compilation_config.static_forward_context
         if role == KVConnectorRole.SCHEDULER:
@@ -144,6 +146,23 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         half.prefill, half.decode = self._runtime.prefill, self._runtime.decode
         self._runtime.start()
         log.warning("pd-control listens on %s", self._runtime.advertised_address())
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if self._runtime.prefill is not None and "bootstrap_port" in extra:
+            try:
+                self._start_bootstrap(int(extra["bootstrap_port"]))
+            except BaseException:
+                self._runtime.close()
+                raise
+
+    def _start_bootstrap(self, port: int) -> None:
+        from pd_control.vllm.bootstrap import Bootstrap
+
+        control_host, control_port, engine_id = self._public_address()
+        self._bootstrap = Bootstrap(
+            self._runtime.address.host, port, engine_id=engine_id,
+            control=(control_host, control_port), tp_size=self._tp_size,
+        )  # fmt: skip
+        log.warning("the bootstrap server listens on port %d", self._bootstrap.port)
 
     def _public_address(self) -> tuple[str, int, str]:
         from simple_rpc import Address
@@ -160,6 +179,16 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_news(self) -> bool:
         """Whether the scheduler must run a step for something to be told to vLLM. Core thread."""
         return self._half is not None and self._half.has_news
+
+    def will_wait(self, request_ids: Iterable[str]) -> bool:
+        """Whether a step that holds these new requests alone has nothing for a worker, as far as is known
+        before it is scheduled: each will wait for its KV, and this engine is nobody's P. Core thread."""
+        return self._half is not None and self._half.will_wait(request_ids)
+
+    @staticmethod
+    def needs_no_worker(metadata: KVConnectorMetadata | None) -> bool:
+        """Whether this part of a step that computes nothing may go unsaid. Core thread."""
+        return isinstance(metadata, StepMetadata) and metadata.plan is None and not metadata.failed
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Every worker has said where it waits: tell it our address, and wait until it has registered."""
@@ -324,9 +353,10 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._runtime is not None:
+        for server in (self._bootstrap, self._runtime):
             with contextlib.suppress(Exception):
-                self._runtime.close()
+                if server is not None:
+                    server.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,7 +3,8 @@
 The keys keep the meanings that they have for vLLM's own connectors. On P (``do_remote_decode``) the
 request becomes known under its *reference*: ``transfer_id`` if the router made one, else its request id.
 On D (``do_remote_prefill``) the reference is ``transfer_id`` or ``remote_request_id``, and P is
-found by ``remote_host`` and ``remote_port``.
+found by ``remote_host`` and ``remote_port``, or, from routers of Mooncake's convention, by the end of
+``remote_engine_id``.
 """
 
 from __future__ import annotations
@@ -84,15 +85,19 @@ def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | 
     reference = _text(params, "transfer_id") or _text(params, "remote_request_id")
     if not reference:
         raise ParamsError("transfer_id: expected the id under which P has the request, got none")
+    engine_id = _text(params, "remote_engine_id")
     host, port = _text(params, "remote_host"), params.get("remote_port")
-    if isinstance(port, str) and port.isdigit():
+    where = "remote_host, remote_port"
+    if not host and port is None and params.get("remote_bootstrap_addr"):
+        where = f"remote_engine_id {engine_id!r}: NAME@HOST:PORT, as P's bootstrap server answers"
+        host, _, port = engine_id.rpartition("@")[2].rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+    if isinstance(port, str) and port.isdecimal():
         port = int(port)
     if not host or type(port) is not int or not 0 < port < 65536:
-        raise ParamsError(
-            f"remote_host, remote_port: expected P's control address, got {host!r}, {port!r}"
-        )
+        raise ParamsError(f"{where}: expected P's control address, got {host!r}, {port!r}")
     host = f"[{host}]" if ":" in host else host
-    return DecodeParams(reference, f"tcp://{host}:{port}", _text(params, "remote_engine_id"))
+    return DecodeParams(reference, f"tcp://{host}:{port}", engine_id)
 
 
 def answer(

@@ -225,6 +225,13 @@ class SchedulerHalf:
             return (max(1, missing), True) if self._on_failure is OnFailure.FAIL else (0, False)
         return (missing, True) if missing > 0 else (0, False)
 
+    def will_wait(self, request_ids: Iterable[str]) -> bool:
+        """See :meth:`pd_control.vllm.connector.PDControlConnector.will_wait`."""
+        return self.prefill is None and all(
+            (waiting := self._waiting.get(i)) is not None and waiting.state == "wanted"
+            for i in request_ids
+        )
+
     def allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
         """vLLM has given the request blocks. The first time, with external tokens, they are D's
         destination."""

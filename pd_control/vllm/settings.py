@@ -36,6 +36,9 @@ def check_supported(vllm_config: Any) -> None:
     """Raises UnsupportedError, naming every feature that stands in the way."""
     parallel = vllm_config.parallel_config
     found = []
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "bootstrap_port" in extra and parallel.data_parallel_size > 1:
+        found.append("bootstrap_port with data parallel")
     if parallel.pipeline_parallel_size > 1:
         found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -70,7 +73,9 @@ def make_config(
     """
     if kv_role not in ROLES:
         raise UnsupportedError(f"kv_role {kv_role!r}: expected one of {', '.join(ROLES)}")
-    known = {"pd_control", "control_port", "control_host", "allow_untested_version"}
+    known = {
+        "pd_control", "control_port", "control_host", "bootstrap_port", "allow_untested_version",
+    }  # fmt: skip
     unknown = sorted(set(extra) - known)
     if unknown:
         raise UnsupportedError(

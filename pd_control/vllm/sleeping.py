@@ -13,6 +13,7 @@ engine would spin), the stock scheduler is used.
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any
 
 
@@ -36,6 +37,13 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Any:
     return scheduler
 
 
+def _is_empty(step: Any) -> bool:
+    """Whether a step has nothing for any worker, but for what the connector says (which is not looked at)."""
+    ignored = {"kv_connector_metadata", "scheduled_cached_reqs", "num_spec_tokens_to_schedule"}
+    rest = (getattr(step, f.name) for f in fields(step) if f.name not in ignored)
+    return not step.scheduled_cached_reqs.req_ids and not any(rest)
+
+
 def _sleeping(base: type[Any]) -> type[Any]:
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.outputs import KVConnectorOutput
@@ -45,32 +53,55 @@ def _sleeping(base: type[Any]) -> type[Any]:
         """The stock scheduler that knows when only waiting requests are left."""
 
         pd_can_sleep = False
+        #: A step that was scheduled early, to see whether there is one.
+        pd_next: Any = None
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             """A request whose KV has landed is in this step. The stock loop hears of it from the answer to an
             empty step, which costs a round through every worker and a millisecond's sleep."""
+            if self.pd_next is not None:
+                step, self.pd_next = self.pd_next, None
+                return step
             if self.pd_can_sleep and self.connector.has_news:
                 self._update_from_kv_xfer_finished(KVConnectorOutput())
             return super().schedule(*args, **kwargs)
 
         def has_requests(self) -> bool:
+            if self.pd_next is not None:
+                return True
             if not super().has_requests():
                 return False
             if not self.pd_can_sleep:
                 return True
+            if self._pd_is_busy():
+                return True
+            if self.waiting:
+                if self.connector.will_wait(r.request_id for r in self.waiting):
+                    self._pd_place()
+                if self.waiting or self.pd_next is not None:
+                    return True
             held = getattr(self, "kv_holding_waiting", None)
             if held is None:
                 held = self.skipped_waiting
-            if (
+            if any(r.status != RequestStatus.WAITING_FOR_REMOTE_KVS for r in held):
+                return True
+            return bool(self.connector.has_news)
+
+        def _pd_is_busy(self) -> bool:
+            """Whether there is anything to do but for requests that are waiting."""
+            return bool(
                 self.running
-                or self.waiting
                 or self.finished_req_ids
                 or self.finished_recving_kv_req_ids
                 or self.failed_recving_kv_req_ids
                 or getattr(self, "_pause_state", PauseState.UNPAUSED) != PauseState.UNPAUSED
-                or any(r.status != RequestStatus.WAITING_FOR_REMOTE_KVS for r in held)
-            ):
-                return True
-            return bool(self.connector.has_news)
+            )
+
+        def _pd_place(self) -> None:
+            """Give new requests their blocks, so that their KV can come. The stock loop does this in a step
+            that is empty, and after it every worker spins for a second, waiting for the next one."""
+            step = self.schedule()
+            if not (_is_empty(step) and self.connector.needs_no_worker(step.kv_connector_metadata)):
+                self.pd_next = step
 
     return SleepingScheduler

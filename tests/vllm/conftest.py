@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-ORDER = ("layouts", "stats", "equality", "refusals", "drills", "storm", "model", "ranks")
+ORDER = (
+    "layouts",
+    "sleeping",
+    "stats",
+    "equality",
+    "refusals",
+    "drills",
+    "storm",
+    "model",
+    "ranks",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

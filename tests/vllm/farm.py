@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 from pd_control.testing.inspect_client import InspectClient
 from pd_control.testing.vllm_kit import (
+    HOST,
     Answer,
     Proxy,
     VllmServer,
@@ -82,7 +84,7 @@ class Farm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = tiny_model(folder / "tiny")
-        self.ports = {"p": free_port(), "d": free_port()}
+        self.ports = {name: free_port() for name in ("p", "d", "bootstrap")}
         self.servers: list[VllmServer] = []
         self.proxies: list[Proxy] = []
         self.inspect = InspectClient()
@@ -120,7 +122,8 @@ class Farm:
         args = [*GATED, "--max-num-batched-tokens", str(CHUNK_TOKENS)]
         args += ["--num-gpu-blocks-override", str(BLOCKS_OF_P)]
         return self._start("p", role="kv_producer", name="p0", control_port=self.ports["p"],
-                           settings=SETTINGS, args=args, env=self._gates("p"))  # fmt: skip
+                           settings=SETTINGS, args=args, env=self._gates("p"),
+                           extra={"bootstrap_port": self.ports["bootstrap"]})  # fmt: skip
 
     def start_d(self, scheduler: list[str] | None = None, **transfer: Any) -> VllmServer:
         """A new life of D; with vLLM's stock scheduler unless told otherwise."""
@@ -146,6 +149,10 @@ class Farm:
     def gate(self, name: str, stage: str) -> gates.Gate:
         """A closed gate for P ("p") or D ("d"); close it as a context."""
         return gates.Gate(self.folder / f"gates-{name}", stage)
+
+    def words_lost(self) -> contextlib.AbstractContextManager[Callable[[], int]]:
+        """P's words about transfers never leave it meanwhile; gives how many were lost."""
+        return gates.words_lost(self.folder / "gates-p")
 
     def mend(self, **transfer: Any) -> None:
         """What is dead gets a new life, as from a supervisor; then all is as before: the next request of
@@ -176,6 +183,11 @@ class Farm:
         # The API server ends by itself as well, but only once no client is left that it thinks is there.
         server.close(wait_s=0)
         return True
+
+    @property
+    def bootstrap(self) -> str:
+        """Where routers of Mooncake's convention ask who P is."""
+        return f"http://{HOST}:{self.ports['bootstrap']}"
 
     # -- what must hold ----------------------------------------------------------------------------
 

@@ -5,6 +5,9 @@ looks, before each scheduling pass, whether some request is at a *stage* for whi
 its core thread waits there until the test opens the gate; its loop thread and its workers go on. Apart from
 that it is the sleeping scheduler.
 
+While the file `LOST` is there, nothing that P's state machine tells a D about a transfer leaves P; each such
+word adds a byte to the file.
+
 ``prefill``
     `PREFILL_TOKENS` of a prompt are computed, and more of it are to come (so the budget must be smaller);
 ``decode``
@@ -17,12 +20,16 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pd_control.protocol.effects import LinkNews
+
 #: Environment variable: the folder of the gates' sockets.
 FOLDER = "PD_TEST_GATES"
+LOST = "lost-words"
 #: Several steps' worth: a destination that was there before the prompt is surely known by then.
 PREFILL_TOKENS = 384
 REACHED_S = 60.0
@@ -80,6 +87,34 @@ def _stand(folder: Path, requests: list[Any]) -> None:
                 sock.recv(1)
 
 
+@contextlib.contextmanager
+def words_lost(folder: Path) -> Iterator[Callable[[], int]]:
+    """The test's side of `LOST`; gives the number of words that were lost so far."""
+    path = folder / LOST
+    path.touch()
+    try:
+        yield lambda: path.stat().st_size
+    finally:
+        path.unlink()
+
+
+def _lose_words(folder: Path, runner: Any) -> None:
+    """P's loop thread calls what is put in place here."""
+    send = runner._executors[LinkNews]
+
+    def some(effect: LinkNews) -> None:
+        try:
+            # Without "create": the test may have taken it away.
+            lost = os.open(folder / LOST, os.O_WRONLY | os.O_APPEND)
+        except FileNotFoundError:
+            send(effect)
+            return
+        os.write(lost, b"x")
+        os.close(lost)
+
+    runner._executors[LinkNews] = some
+
+
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
     """For ``--scheduler-cls``."""
     from pd_control.vllm import sleeping
@@ -94,4 +129,7 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Any:
         return schedule(*args, **kwargs)
 
     scheduler.schedule = gated
+    runner = scheduler.connector._runtime.prefill_runner
+    if runner is not None:
+        _lose_words(folder, runner)
     return scheduler

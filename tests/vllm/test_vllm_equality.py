@@ -6,6 +6,8 @@ depends on the whole context. D runs vLLM's stock scheduler here; in the drills 
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from typing import Any
 
 import pytest
@@ -45,6 +47,26 @@ def test_p_first(farm: Farm, length: int) -> None:
 def test_both_at_once(farm: Farm, length: int) -> None:
     tokens = prompt(length, 3000 + length)
     farm.check(both_at_once(farm.p, farm.d, tokens, f"both-{length}", OUT), tokens)
+
+
+def test_a_router_of_mooncakes_convention(farm: Farm) -> None:
+    """It asks P's bootstrap server who P is, and then P and D at once with what it was told."""
+    with urllib.request.urlopen(farm.bootstrap + "/query", timeout=10) as found:
+        (entry,) = json.load(found).values()
+    tokens, transfer_id = prompt(300, 25), "xfer-1"
+    for_p = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    for_d = {
+        "do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id,
+        "remote_bootstrap_addr": farm.bootstrap, "remote_engine_id": entry["engine_id"],
+    }  # fmt: skip
+    before = farm.loaded_tokens()
+    half, answer = at_once(
+        [lambda: farm.p.ask(tokens, 1, for_p), lambda: farm.d.ask(tokens, OUT, for_d)]
+    )
+    assert half.status == 200, half.body
+    farm.check(answer, tokens)
+    assert farm.loaded_tokens() - before == len(tokens) - 1
+    assert set(entry["worker_addr"]) == {"0"}  # one rank
 
 
 def test_shared_prefixes(farm: Farm) -> None:

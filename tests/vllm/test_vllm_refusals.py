@@ -1,7 +1,7 @@
 """References that lie, halves that do not come, clients that leave: an error in time or the right answer,
 never wrong tokens, and nothing stays behind. On real vLLM servers; none of them dies here.
 
-Of the published failures in docs/vllm.md: F01, F03, F04, F07.
+Of the published failures in docs/vllm.md: F01, F03, F04, F07, F14.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pd_control.testing.vllm_kit import (
     FIRST,
     HOST,
     at_once,
+    both_at_once,
     both_params,
     free_port,
     p_first,
@@ -62,6 +63,12 @@ def test_a_made_up_or_stale_reference_never_gives_tokens(farm: Farm) -> None:
         half.params | {"remote_port": farm.p.port},  # P's HTTP port is not its control port
         {"do_remote_prefill": True},
         {"do_remote_prefill": True, "mode": "single"},
+        {
+            "do_remote_prefill": True,
+            "transfer_id": "x",
+            "remote_engine_id": "p0",
+            "remote_bootstrap_addr": farm.bootstrap,
+        },
     ):
         assert farm.d.ask(other, OUT, params, timeout_s=GUARD_S).status == 500, params
     farm.check(farm.d.ask(other, OUT), other)  # and none of them has left anything in D's cache
@@ -85,6 +92,25 @@ def test_block_ids_of_strangers_are_not_read(farm: Farm) -> None:
         "tp_size": 1,
     })  # fmt: skip
     assert answer.status == 500
+
+
+# -- words that do not come --------------------------------------------------------------------------
+
+
+def test_without_a_word_from_p_d_answers_and_p_is_free(farm: Farm) -> None:
+    """F14: D is ready by its own receivers, P's blocks are free by its own senders."""
+    before = farm.counters(farm.p, "prefill").get("deadline.hold", 0)
+    with farm.words_lost() as num_lost:
+        for number in range(3):
+            tokens = farm.new_prompt(150 + 200 * number)
+            farm.check(p_first(farm.p, farm.d, tokens, OUT), tokens)
+            tokens = farm.new_prompt(150 + 200 * number)
+            farm.check(both_at_once(farm.p, farm.d, tokens, farm.new_id(), OUT), tokens)
+        farm.check_clean()
+        assert num_lost() >= 6, "at least that each transfer is over"
+    assert farm.counters(farm.p, "prefill").get("deadline.hold", 0) == before
+    tokens = farm.new_prompt(150)
+    farm.check(p_first(farm.p, farm.d, tokens, OUT), tokens)
 
 
 # -- halves that do not come -------------------------------------------------------------------------

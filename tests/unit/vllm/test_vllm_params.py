@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from typing import Any
 
 import pytest
 
+from pd_control.vllm.bootstrap import Bootstrap
 from pd_control.vllm.params import (
     DecodeParams,
     ParamsError,
@@ -64,6 +68,43 @@ def test_an_ipv6_host_is_bracketed() -> None:
     assert parse("x", params) == DecodeParams("t", "tcp://[::1]:9")
 
 
+@pytest.mark.parametrize("host", ["10.0.0.1", "[::1]"])
+def test_mooncakes_convention(host: str) -> None:
+    """The router gives D the engine id that our bootstrap server told it."""
+    params = {
+        "do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": f"a@b@{host}:9",
+        "remote_bootstrap_addr": "http://elsewhere:8998",
+    }  # fmt: skip
+    found = parse("x", params)
+    assert found == DecodeParams("t", f"tcp://{host}:9", f"a@b@{host}:9")
+    # What says more precisely where P is comes first.
+    assert parse("x", params | WHERE) == DecodeParams("t", "tcp://10.0.0.1:5600", f"a@b@{host}:9")
+
+
+@pytest.mark.parametrize(
+    ("control", "engine_id"),
+    [(("10.0.0.1", 5600), "p0@10.0.0.1:5600"), (("::1", 7), "p0@[::1]:7")],
+)
+def test_the_bootstrap_server_answers_as_mooncakes(
+    control: tuple[str, int], engine_id: str
+) -> None:
+    server = Bootstrap("127.0.0.1", 0, engine_id="p0", control=control, tp_size=2)
+    try:
+        url = f"http://127.0.0.1:{server.port}"
+        with urllib.request.urlopen(f"{url}/query", timeout=10) as answer:
+            said = json.load(answer)
+        with pytest.raises(OSError, match=f"bootstrap_port: .*127.0.0.1:{server.port}"):
+            Bootstrap("127.0.0.1", server.port, engine_id="p1", control=control, tp_size=1)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/register", timeout=10)
+    finally:
+        server.close()
+        server.close()
+    assert list(said) == ["0"]
+    assert said["0"]["engine_id"] == engine_id
+    assert list(said["0"]["worker_addr"]) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
@@ -78,6 +119,15 @@ def test_an_ipv6_host_is_bracketed() -> None:
         (
             {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 0},
             "remote_port",
+        ),
+        (
+            {
+                "do_remote_prefill": True,
+                "transfer_id": "t",
+                "remote_bootstrap_addr": "http://h:1",
+                "remote_engine_id": "p0",
+            },
+            "NAME@HOST:PORT",
         ),
     ],
 )
