@@ -118,6 +118,11 @@ class VllmServer(HttpProcess):
         if self in self.running:
             self.running.remove(self)
 
+    @classmethod
+    def close_all(cls) -> None:
+        for server in list(cls.running):
+            server.close()
+
     @property
     def control(self) -> str:
         return f"tcp://{HOST}:{self.control_port}"

@@ -78,16 +78,39 @@ class Asked:
         return self._answer.result(GUARD_S)
 
 
-class Farm:
+class Watched:
+    """Looks into the control plane of live servers."""
+
+    def __init__(self) -> None:
+        self.inspect = InspectClient()
+
+    def pinned(self, server: VllmServer) -> int:
+        """Blocks that the control plane of this server pins."""
+        sides = self.inspect.ask(server.control, "process")["sides"]
+        return sum(sum(side["leased_blocks"].values()) for side in sides.values())
+
+    @staticmethod
+    def poke(server: VllmServer) -> None:
+        """A core that sleeps in vLLM's own loop gives back what it holds when it next runs."""
+        assert server.ask([1, 2, 3], 1).status == 200
+
+    def check_all_let_go(self, *servers: VllmServer) -> None:
+        """No block stays pinned on any of them."""
+        for server in servers:
+            self.poke(server)
+            until(lambda: self.pinned(server) == 0, f"{server.log} lets go")  # noqa: B023
+
+
+class Farm(Watched):
     """The servers. Each of P and D listens on the same control port in every life."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.model = tiny_model(folder / "tiny")
         self.ports = {name: free_port() for name in ("p", "d", "bootstrap")}
         self.servers: list[VllmServer] = []
         self.proxies: list[Proxy] = []
-        self.inspect = InspectClient()
         self._lives = 0
         self._names = itertools.count()
         self._one_at_a_time = threading.Lock()
@@ -215,11 +238,6 @@ class Farm:
         assert answer.status == 200, answer.body
         assert answer.tokens == self.expected(tokens), f"prompt of {len(tokens)} tokens"
 
-    def pinned(self, server: VllmServer) -> int:
-        """Blocks that the control plane of this server pins."""
-        sides = self.inspect.ask(server.control, "process")["sides"]
-        return sum(sum(side["leased_blocks"].values()) for side in sides.values())
-
     def counters(self, server: VllmServer, side: str) -> dict[str, int]:
         """What the state machines of one side have counted."""
         found: dict[str, int] = self.inspect.ask(server.control, "process")["sides"][side]["core"][
@@ -259,14 +277,7 @@ class Farm:
 
     def check_clean(self) -> None:
         """No block stays pinned on either side."""
-        for server in (self.p, self.d):
-            self.poke(server)
-            until(lambda: self.pinned(server) == 0, f"{server.log} lets go")  # noqa: B023
-
-    @staticmethod
-    def poke(server: VllmServer) -> None:
-        """A core that sleeps in vLLM's own loop gives back what it holds when it next runs."""
-        assert server.ask([1, 2, 3], 1).status == 200
+        self.check_all_let_go(self.p, self.d)
 
     def loaded_tokens(self) -> int:
         """What D's own metrics say that it has loaded from P's."""

@@ -7,6 +7,11 @@ Of the published failures in docs/vllm.md: F03, F04, F08.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from pd_control.testing.vllm_kit import FIRST, both_params, p_first, until
@@ -15,31 +20,50 @@ from tests.vllm.farm import CORE, GUARD_S, OUT, WORKER, Asked, Farm
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("part", [CORE, WORKER])
-def test_p_dies(farm: Farm, part: str) -> None:
-    """While it holds one prompt, is in the middle of prefilling and sending another, and D waits for a third
-    that P never got."""
+@dataclass
+class Busy:
+    """A pair with a request at each of three stages, and their clients."""
+
+    held: list[int]  # a prompt that P holds
+    params: dict[str, Any]  # what D is to take it with
+    middle: list[int]  # of which a part has been computed and sent
+    half: Asked  # P's half of it
+    asked: Asked  # D's
+    vain: Asked  # waits on D for what P never got
+
+
+@contextlib.contextmanager
+def busy(farm: Farm) -> Iterator[Busy]:
+    """P's core stands in the middle of a prefill meanwhile."""
     held, middle, vain = farm.new_prompt(150), farm.new_prompt(700), farm.new_prompt(150)
     params = farm.p.ask(held, 1, FIRST).params
-    asked_in_vain = farm.ask_d_first(vain, both_params(farm.p, farm.new_id())[1])
+    in_vain = farm.ask_d_first(vain, both_params(farm.p, farm.new_id())[1])
     for_p, for_d = both_params(farm.p, farm.new_id())
     with farm.gate("p", "prefill") as gate:
         asked = farm.ask_d_first(middle, for_d)
         half = farm.ask_p(middle, for_p)
         gate.wait_reached()
         farm.wait_sent()
+        yield Busy(held, params, middle, half, asked, in_vain)
+
+
+@pytest.mark.parametrize("part", [CORE, WORKER])
+def test_p_dies(farm: Farm, part: str) -> None:
+    """While it holds one prompt, is in the middle of prefilling and sending another, and D waits for a third
+    that P never got."""
+    with busy(farm) as at:
         farm.p.kill(part)
         # D learns it from the connections, not from P's core, which may still stand at the gate.
-        assert asked.end().status == 500
-    assert asked_in_vain.end().status == 500
-    assert half.end().status in (0, 500)
-    farm.check(farm.d.ask(middle, OUT), middle)
+        assert at.asked.end().status == 500
+    assert at.vain.end().status == 500
+    assert at.half.end().status in (0, 500)
+    farm.check(farm.d.ask(at.middle, OUT), at.middle)
     farm.poke(farm.d)
     until(lambda: farm.pinned(farm.d) == 0, "D's blocks come back")
-    assert farm.d.ask(held, OUT, params).status == 500  # of the dead
+    assert farm.d.ask(at.held, OUT, at.params).status == 500  # of the dead
     farm.mend()
-    assert farm.d.ask(held, OUT, params).status == 500  # of a former life (F08)
-    farm.check(p_first(farm.p, farm.d, held, OUT), held)
+    assert farm.d.ask(at.held, OUT, at.params).status == 500  # of a former life (F08)
+    farm.check(p_first(farm.p, farm.d, at.held, OUT), at.held)
     farm.check_clean()
 
 
@@ -47,25 +71,17 @@ def test_p_dies(farm: Farm, part: str) -> None:
 def test_d_dies(farm: Farm, part: str) -> None:
     """While P holds a prompt for it, while it is in the middle of loading another, and while it waits for a
     third that P never got. The last life computes for itself what does not come."""
-    held, middle, vain = farm.new_prompt(150), farm.new_prompt(700), farm.new_prompt(150)
-    params = farm.p.ask(held, 1, FIRST).params
-    waits = farm.ask_d_first(vain, both_params(farm.p, farm.new_id())[1])
-    for_p, for_d = both_params(farm.p, farm.new_id())
-    with farm.gate("p", "prefill") as gate:
-        asked = farm.ask_d_first(middle, for_d)
-        half = farm.ask_p(middle, for_p)
-        gate.wait_reached()
-        farm.wait_sent()
+    with busy(farm) as at:
         farm.d.kill(part)
-        for client in (asked, waits):
+        for client in (at.asked, at.vain):
             assert client.end().status in (0, 500)
-    assert half.end().status == 200
-    farm.check(farm.p.ask(middle, OUT), middle)
+    assert at.half.end().status == 200
+    farm.check(farm.p.ask(at.middle, OUT), at.middle)
     until(lambda: farm.pinned(farm.p) == 0, "P lets go of what no D took")
     farm.mend(**({"kv_load_failure_policy": "recompute"} if part == CORE else {}))
-    answer = farm.d.ask(held, OUT, params)  # its hold is over
+    answer = farm.d.ask(at.held, OUT, at.params)  # its hold is over
     if part == CORE:
-        farm.check(answer, held)
+        farm.check(answer, at.held)
     else:
         assert answer.status == 500
     farm.check_clean()

@@ -47,8 +47,7 @@ class Pair:
     """The example's servers, an undivided one, and a proxy that asks P first."""
 
     def __init__(self, folder: Path) -> None:
-        for server in list(VllmServer.running):  # those of other modules: memory is short
-            server.close()
+        VllmServer.close_all()  # those of other modules: memory is short
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-control"
         self._model = Path(prepared("smollm2", cache))
         self._folder = folder

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pd_control.testing.inspect_client import InspectClient
 from pd_control.testing.vllm_kit import (
     BLOCK_TOKENS,
     FIRST,
@@ -23,9 +22,8 @@ from pd_control.testing.vllm_kit import (
     p_first,
     prompt,
     tiny_model,
-    until,
 )
-from tests.vllm.farm import GUARD_S, OUT, SETTINGS, SLEEPING, Asked
+from tests.vllm.farm import GUARD_S, OUT, SETTINGS, SLEEPING, Asked, Watched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,14 +31,13 @@ LENGTHS = [1, 33, 300, 900]
 FEW_BLOCKS = ["--num-gpu-blocks-override", "400"]  # else each rank takes a gigabyte
 
 
-class Shapes:
+class Shapes(Watched):
     """``two`` has two ranks, ``one`` has one; ``wide`` has one and larger blocks."""
 
     def __init__(self, folder: Path) -> None:
-        for server in list(VllmServer.running):  # those of other modules: memory is short
-            server.close()
+        super().__init__()
+        VllmServer.close_all()  # those of other modules: memory is short
         model = tiny_model(folder / "tiny")
-        self.inspect = InspectClient()
         self.servers: list[VllmServer] = []
 
         def start(name: str, tp_size: int, block_tokens: int = BLOCK_TOKENS) -> VllmServer:
@@ -72,13 +69,7 @@ class Shapes:
         return (self.one, self.two) if p_ranks == 1 else (self.two, self.one)
 
     def check_clean(self) -> None:
-        for server in (self.two, self.one):
-            assert server.ask([1, 2, 3], 1).status == 200
-            until(lambda: self._pinned(server) == 0, f"{server.log} lets go")  # noqa: B023
-
-    def _pinned(self, server: VllmServer) -> int:
-        sides = self.inspect.ask(server.control, "process")["sides"]
-        return sum(sum(side["leased_blocks"].values()) for side in sides.values())
+        self.check_all_let_go(self.two, self.one)
 
 
 @pytest.fixture(scope="module")
