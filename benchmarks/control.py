@@ -11,7 +11,8 @@ a load. The engine is a counter. Everything runs on one thread, so a rate is a r
   in_flight   memory of requests in flight, beyond their block ids, and cost per event from 100 to
               100,000 of them (flat, or something is not O(1))
   trace       cost of recording one stage event
-  inspect     the longest slice of a paged snapshot of 10,000 requests
+  inspect     the longest slice of a paged snapshot of 10,000 requests, and of the search for one
+              request's stages in a full ring
 """
 
 from __future__ import annotations
@@ -455,6 +456,17 @@ def measure_inspect(num: int) -> dict[str, float]:
         out[f"{name}_rows"] = seen
         out[f"{name}_slices"] = len(slices)
         out[f"{name}_longest_slice_ms"] = max(slices) * 1e3
+    full = Trace(1 << 16)
+    for i in range(1 << 16):
+        full.record(Stage.PLANNED, f"r{i % 5_000}", key=b"k%15d" % (i % 5_000))
+    slices = [0.0]
+    for _ in range(5):
+        parts = full.search("r7")
+        start_s = time.thread_time()
+        for _ in parts:
+            slices.append(time.thread_time() - start_s)
+            start_s = time.thread_time()
+    out["one_request_longest_slice_ms"] = max(slices) * 1e3
     gc.unfreeze()
     return out
 
@@ -533,7 +545,8 @@ def show(result: dict[str, Any]) -> None:
         f"trace: {trace['ns_per_event']:.0f} ns a stage, {trace['share_of_life']:.1%} of a life\n"
         f"inspect: {inspect['requests']:,} requests, longest slice "
         f"{inspect['decode_longest_slice_ms']:.2f} ms (D), "
-        f"{inspect['prefill_longest_slice_ms']:.2f} ms (P)"
+        f"{inspect['prefill_longest_slice_ms']:.2f} ms (P), "
+        f"{inspect['one_request_longest_slice_ms']:.2f} ms (one request's stages)"
     )
 
 

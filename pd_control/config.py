@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from pd_control import dial
 from pd_control._schema import (
     ConfigError,
     UnknownSettingError,
@@ -228,6 +229,12 @@ class Network:
     insecure: bool = setting(
         False, doc="Allow listening off loopback with neither TLS nor a secret."
     )
+    dial: tuple[str, ...] = setting(
+        (),
+        doc="Control addresses that D may connect to, such as `tcp://10.0.3.*:5600`; none: any. `*` stands "
+        "for a part of one label of a name or address, of a port, or of one step of a path. Requests name "
+        "their P, so without this whoever may send some can make D connect anywhere.",
+    )
     max_body_bytes: int = setting(
         4 << 20, low=4096, high=1 << 30, unit="bytes", doc="Largest frame body accepted."
     )
@@ -248,6 +255,14 @@ class Network:
         for name, value in (("listen", self.listen), ("data_listen", self.data_listen)):
             if not value.startswith(("tcp://", "unix://")):
                 raise ConfigError(f"network.{name}", "tcp://HOST:PORT or unix:///PATH", repr(value))
+        try:
+            dial.matcher(self.dial)
+        except ValueError as error:
+            raise ConfigError("network.dial", "patterns of addresses", str(error)) from None
+
+    def may_dial(self, address: str) -> bool:
+        """Whether D may connect to a control address, as a request or a source of peers gave it."""
+        return not self.dial or dial.is_allowed(self.dial, address)
 
     def load_secret(self) -> Secret | None:
         """The shared secret, from either place. Raises ConfigError saying what is wrong with it."""

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pd_control.reference.engine import Engine
 from pd_control.reference.scheduler import Status
-from pd_control.runtime.inspect import Inspector, InspectRequest
+from pd_control.runtime.inspect import Inspector
 from pd_control.runtime.scheduler import SchedulerRuntime
 
 #: The loop thread answers in a few milliseconds; past this it does not answer at all.
@@ -62,7 +62,7 @@ class ControlCollector:
 
         def ask() -> None:
             try:
-                answer.set_result(Inspector(runtime).answer(InspectRequest("process")).body)
+                answer.set_result(Inspector(runtime).process())
             except Exception as error:
                 answer.set_exception(error)
 

@@ -15,6 +15,8 @@ stable: new ones are added, none is renamed or removed within a version of the f
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import time
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pd_control.codes import Code
 from pd_control.protocol import events as ev
 from pd_control.protocol.leases import Lease, LeaseTable
-from pd_control.trace import TraceEvent
+from pd_control.trace import TraceEvent, in_order
 from simple_rpc import Method, RpcError, Server
 
 if TYPE_CHECKING:
@@ -104,10 +106,13 @@ class Inspector:
         self._runtime = runtime
 
     def serve(self, server: Server) -> None:
-        server.register(INSPECT, lambda request, _: self.answer(request))
+        async def handle(request: InspectRequest, _: object) -> InspectAnswer:
+            return await self.answer(request)
+
+        server.register(INSPECT, handle)
         server.register(ABORT_REQUEST, lambda command, _: self.abort(command))
 
-    def answer(self, request: InspectRequest) -> InspectAnswer:
+    async def answer(self, request: InspectRequest) -> InspectAnswer:
         """Raises RpcError(BAD_REQUEST) for what it does not know, NOT_FOUND for a request that
         neither lives nor left a trace."""
         handler = getattr(self, f"_{request.what}", None)
@@ -117,7 +122,8 @@ class Inspector:
             )
         if request.limit < 0:
             raise RpcError(Code.BAD_REQUEST, f"limit: expected 0 or more, got {request.limit}")
-        body: dict[str, Any] = handler(request)
+        found = handler(request)
+        body: dict[str, Any] = await found if inspect.isawaitable(found) else found
         return InspectAnswer(FORMAT_VERSION, body)
 
     def abort(self, command: AbortCommand) -> AbortAnswer:
@@ -147,6 +153,10 @@ class Inspector:
         return None if driver is None else driver.leases
 
     def _process(self, _: InspectRequest) -> dict[str, Any]:
+        return self.process()
+
+    def process(self) -> dict[str, Any]:
+        """What INSPECT `process` answers."""
         runtime = self._runtime
         now_s = time.monotonic()
         sides: dict[str, Any] = {}
@@ -197,7 +207,14 @@ class Inspector:
         limit = min(self._limit(request), MAX_REQUESTS_PAGE)
         return runner.core.snapshot(time.monotonic(), request.after, limit)
 
-    def _request(self, request: InspectRequest) -> dict[str, Any]:
+    async def _request(self, request: InspectRequest) -> dict[str, Any]:
+        keys = (request.key,) if request.key else ()
+        parts = []
+        for part in self._runtime.trace.search(request.request_id, keys):
+            parts.append(part)
+            await asyncio.sleep(0)
+        events = in_order(event for part in parts for event in part)
+        # From here on in one piece: what the two sides and their leases say belongs together.
         now_s = time.monotonic()
         body: dict[str, Any] = {}
         for side in SIDES:
@@ -211,8 +228,6 @@ class Inspector:
                 for lease in list(leases)
                 if lease.request_id == request.request_id
             ]
-        keys = (request.key,) if request.key else ()
-        events = self._runtime.trace.events(request.request_id, keys)
         if not events and not any(body.get(side) for side in SIDES):
             raise RpcError(Code.NOT_FOUND, f"no request {request.request_id!r} here")
         if self._runtime.prefill is not None:

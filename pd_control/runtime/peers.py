@@ -145,8 +145,10 @@ class PeersOfDecode(_Links):
         about: Callable[[], m.HeloAttributes],
         heartbeat_s: float,
         trace: Trace,
+        may_dial: Callable[[str], bool],
     ) -> None:
         super().__init__(post)
+        self._may_dial = may_dial
         self._client = client
         self._thread = thread
         self._about = about
@@ -176,6 +178,8 @@ class PeersOfDecode(_Links):
 
     async def _open(self, effect: fx.OpenLink) -> None:
         """Ends in LinkUp, or raises. Up means: the connection stands and P has said who it is."""
+        if not self._may_dial(effect.address):
+            raise RpcError(Code.UNAUTHORIZED, f"{effect.address} is not among network.dial")
         link = _OpeningLink(self, effect)
         channel = await open_channel(
             self._client,

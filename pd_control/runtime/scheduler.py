@@ -225,6 +225,7 @@ class SchedulerRuntime:
             self._about,
             self.config.deadlines.heartbeat_s,
             self.trace,
+            self.config.network.may_dial,
         )
         put = side.mailbox.put
         runner = CoreRunner(

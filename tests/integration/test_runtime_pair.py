@@ -242,6 +242,20 @@ def test_models_that_differ_are_refused_by_name(cluster: Cluster) -> None:
         other.decode("r", prompt(30), 1, peer=p, on_failure=OnFailure.FAIL).result(WAIT_S)
 
 
+def test_d_connects_only_where_it_may(cluster: Cluster) -> None:
+    """Requests name their P; `network.dial` says which ones D believes."""
+    p = cluster.node("p0")
+    host = p.address.rpartition(":")[0]
+    free = cluster.node("d0", network=Network(dial=(f"{host}:*",)))
+    bound = cluster.node("d1", network=Network(dial=("tcp://10.0.3.*:5600",)))
+    fail, recompute = OnFailure.FAIL, OnFailure.RECOMPUTE
+    expected = oracle(prompt(30), 2, GEOMETRY)
+    assert free.decode("r", prompt(30), 2, peer=p, on_failure=fail).result(WAIT_S) == expected
+    with pytest.raises(EngineError, match=r"UNAUTHORIZED.*is not among network\.dial"):
+        bound.decode("r", prompt(30), 2, peer=p, on_failure=fail).result(WAIT_S)
+    assert bound.decode("s", prompt(30), 2, peer=p, on_failure=recompute).result(WAIT_S) == expected
+
+
 def test_a_waiting_engine_sleeps(cluster: Cluster) -> None:
     """No dummy steps, no polling: while D only waits for KV its core thread does not turn."""
     p, d = cluster.node("p0"), cluster.node("d0")

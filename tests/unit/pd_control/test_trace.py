@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pd_control.trace import Stage, Trace, chrome_events, missing_stages, timeline
+from pd_control.trace import SEARCH_EVENTS, Stage, Trace, chrome_events, missing_stages, timeline
 
 
 def make(capacity: int = 16) -> tuple[Trace, list[int]]:
@@ -44,6 +44,24 @@ def test_a_transfer_key_joins_what_workers_and_the_other_side_know() -> None:
     assert [e.stage for e in trace.events("p-id")] == [Stage.MESSAGE_RECEIVED, Stage.BOUND]
     assert [e.key for e in trace.events("d-id", [b"k1"])] == [b"k1", b"k1"]
     assert trace.events("d-id") == []
+
+
+def test_a_search_in_parts_finds_what_is_far_apart() -> None:
+    """The event that tells the key may come last, and be in the last part."""
+    trace, now = make(3 * SEARCH_EVENTS)
+    for i in range(5 * SEARCH_EVENTS // 2):
+        now[0] = i
+        if i % 1000 == 7:
+            trace.record(Stage.PLANNED, key=b"k1", value=i)
+        else:
+            trace.record(Stage.PLANNED, "other", key=b"k2")
+    trace.record(Stage.MESSAGE_RECEIVED, "p-id", key=b"k1")
+    found = trace.events("p-id")
+    assert [e.value for e in found[:-1]] == list(range(7, 5 * SEARCH_EVENTS // 2, 1000))
+    assert found[-1].request_id == "p-id"
+    parts = list(trace.search("p-id"))
+    assert len(parts) == 6
+    assert sum(map(len, parts)) == len(found)
 
 
 def test_the_ring_forgets_the_oldest_and_counts() -> None:
