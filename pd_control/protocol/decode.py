@@ -154,7 +154,8 @@ class DecodeCore(TryLayer):
         if event.code in (Code.OK, Code.ACCEPTED) and request.peer is not None:
             request.peer.queue_depth = event.queue_depth
         if event.code is Code.ACCEPTED:
-            if self._input(request, _I.ACCEPTED):
+            # STARTED, which comes by another connection, may be here first: nothing unexpected.
+            if request.state is _S.REQUESTING and self._input(request, _I.ACCEPTED):
                 self._unhold(request)
                 self._set_deadline(request, "queue", self._now_s + self._deadlines.queue_s)
         elif event.code is Code.OK:
