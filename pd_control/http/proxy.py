@@ -13,8 +13,8 @@ Each completion goes to one P and one D, chosen round robin. How the two learn o
 
 A client that disconnects ends both halves: their HTTP requests are cancelled, which each server takes
 as an abort. Before the first byte has gone to the client a failed attempt is repeated on the next pair;
-after it the error is told and nothing is repeated. If in the last attempt P did not do its half, and D's
-policy for KV that does not come is ``recompute``, D is asked to compute all of it.
+after it the error is told and nothing is repeated. If the last attempt ends without KV (P did not do its
+half, or D says that it failed), and D's policy for that is ``recompute``, D is asked to compute all of it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ CONNECT_TIMEOUT_S = 3.0
 #: A server that sends nothing of a completion for so long is stopped or stuck: longer than the longest
 #: wait in a queue and the longest answer that is not streamed.
 SILENCE_S = 300.0
+#: An event that says an error is short; a longer beginning is none.
+MAX_FIRST_EVENT_BYTES = 1 << 16
 #: How long a server that refused a connection is passed over while others are left.
 PENALTY_S = 2.0
 
@@ -63,11 +65,15 @@ CONTROL_KNOWN_S = 2.0
 
 
 class UpstreamError(Exception):
-    """``server`` did not do its half. ``status`` is what the client gets if nothing else helps."""
+    """``server`` did not do its half. ``status`` is what the client gets if nothing else helps;
+    ``is_answer``: the server said so itself."""
 
-    def __init__(self, server: Upstream, status: int, message: str, *, retry: bool) -> None:
+    def __init__(
+        self, server: Upstream, status: int, message: str, *, retry: bool, is_answer: bool = False
+    ) -> None:
         super().__init__(message)
-        self.server, self.status, self.message, self.retry = server, status, message, retry
+        self.server, self.status, self.message = server, status, message
+        self.retry, self.is_answer = retry, is_answer
 
 
 @dataclass
@@ -274,7 +280,9 @@ class Proxy:
                     return await sender.fail(error.message)
                 if not error.retry or attempt == self._retries:
                     break
-        if error.retry and error.server is p and await self._recomputes(d):
+        # D may be the first to say that P has not done its half; if it cannot be asked, nothing helps.
+        is_kv_missing = error.server is p or (p is not None and error.is_answer)
+        if error.retry and is_kv_missing and await self._recomputes(d):
             log.warning("%s is asked to compute the prompt by itself", d.url)
             self.num_recomputed += 1
             try:
@@ -385,6 +393,8 @@ class Proxy:
             del whole["kv_transfer_params"]
         async with self._post(d, path, whole) as answer:
             try:
+                if answer.content_type == "text/event-stream":
+                    await sender.send(answer, await _first_event(d, answer))
                 async for chunk in answer.content.iter_any():
                     await sender.send(answer, chunk)
             except aiohttp.ClientError as error:
@@ -411,7 +421,11 @@ class Proxy:
                 server.num_failures += answer.status >= 500
                 message = await _error_message(answer)
                 raise UpstreamError(
-                    server, answer.status, f"{server.url}: {message}", retry=answer.status >= 500
+                    server,
+                    answer.status,
+                    f"{server.url}: {message}",
+                    retry=answer.status >= 500,
+                    is_answer=True,
                 )
             yield answer
         finally:
@@ -479,6 +493,33 @@ class _Sender:
                 self._measured.first()
             await self.response.prepare(self._http)
         return self.response
+
+
+async def _first_event(server: Upstream, answer: aiohttp.ClientResponse) -> bytes:
+    """The beginning of a stream, up to the end of its first event.
+
+    Raises:
+        UpstreamError: it is an error. vLLM streams one, under status 200, if the KV did not come.
+    """
+    begun = b""
+    while b"\n\n" not in begun and len(begun) < MAX_FIRST_EVENT_BYTES:
+        chunk = await answer.content.readany()
+        if not chunk:
+            break
+        begun += chunk
+    event = begun.partition(b"\n\n")[0].strip()
+    if event.startswith(b"data:") and b'"error"' in event:
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            error = json.loads(event[5:]).get("error")
+            if error is not None:
+                server.num_failures += 1
+                message = (
+                    str(error.get("message") or error) if isinstance(error, dict) else str(error)
+                )
+                raise UpstreamError(
+                    server, 500, f"{server.url}: {message}", retry=True, is_answer=True
+                )
+    return begun
 
 
 #: For questions that a server answers at once: one that is stopped still accepts connections.

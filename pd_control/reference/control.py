@@ -254,7 +254,9 @@ class ControlPort:
             port = control.get("remote_port")
             if type(port) is not int or not 0 < port < 65536:
                 raise ControlError(f"remote_port: expected 1 to 65535, got {port!r}")
-            address = f"tcp://{text('remote_host')}:{port}"
+            host = text("remote_host")
+            host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+            address = f"tcp://{host}:{port}"
         policy = text("on_failure")
         if policy and policy.upper() not in OnFailure.__members__:
             raise ControlError(f"on_failure: expected fail, recompute or retry, got {policy!r}")

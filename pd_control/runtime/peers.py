@@ -18,6 +18,7 @@ from pd_control.ids import PeerId
 from pd_control.protocol import effects as fx
 from pd_control.protocol import events as ev
 from pd_control.runtime import wire
+from pd_control.text import printable
 from pd_control.trace import Stage, Trace
 from simple_rpc import Client, Deadline, Identity, InvalidMessageError, RpcError
 from simple_rpc.channel import Channel
@@ -163,7 +164,7 @@ class PeersOfDecode(_Links):
 
         def failed(error: BaseException) -> None:
             code = error.code if isinstance(error, RpcError) else Code.INTERNAL
-            text = f"no link to {effect.instance or effect.address}: {error}"
+            text = printable(f"no link to {effect.instance or effect.address}: {error}")
             if text != self._warned:  # with "recompute" requests go on, and nothing else would tell
                 self._warned = text
                 log.warning("%s", text)

@@ -149,7 +149,7 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if self._runtime.prefill is not None and "bootstrap_port" in extra:
             try:
-                self._start_bootstrap(int(extra["bootstrap_port"]))
+                self._start_bootstrap(int(extra["bootstrap_port"]))  # checked by make_config
             except BaseException:
                 self._runtime.close()
                 raise

@@ -17,6 +17,12 @@ from typing import Any
 #: vLLM puts "<index>_" before the id of each of several samples.
 _CHILD_PREFIX = re.compile(r"^(\d+)_(?=.)")
 MAX_REFERENCE_CHARS = 256
+#: A name or an address, as far as one can tell without asking.
+_HOST = re.compile(
+    r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*)|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9]+)?"
+)
+_PORT = re.compile(r"[0-9]{1,5}")
+MAX_SHOWN_CHARS = 80
 
 
 class ParamsError(ValueError):
@@ -46,13 +52,22 @@ class DecodeParams:
     engine_id: str = ""
 
 
+def _shown(value: object) -> str:
+    """What somebody gave, for an error: escaped, and no longer than a line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+        text = type(value).__name__
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
+
+
 def _text(params: Mapping[str, Any], key: str) -> str:
     value = params.get(key)
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_REFERENCE_CHARS:
         raise ParamsError(
-            f"{key}: expected at most {MAX_REFERENCE_CHARS} characters, got {value!r}"
+            f"{key}: expected at most {MAX_REFERENCE_CHARS} characters, got {_shown(value)}"
         )
     return value
 
@@ -73,7 +88,7 @@ def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | 
     if params.get("do_remote_decode"):
         takers = params.get("num_takers", 1)
         if type(takers) is not int or not 1 <= takers <= 1024:
-            raise ParamsError(f"num_takers: expected 1 to 1024, got {takers!r}")
+            raise ParamsError(f"num_takers: expected 1 to 1024, got {_shown(takers)}")
         reference = _text(params, "transfer_id") or prompt_id(request_id)
         if len(reference) > MAX_REFERENCE_CHARS:
             raise ParamsError(
@@ -91,11 +106,14 @@ def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | 
     if not host and port is None and params.get("remote_bootstrap_addr"):
         where = f"remote_engine_id {engine_id!r}: NAME@HOST:PORT, as P's bootstrap server answers"
         host, _, port = engine_id.rpartition("@")[2].rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-    if isinstance(port, str) and port.isdecimal():
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if isinstance(port, str) and _PORT.fullmatch(port):
         port = int(port)
-    if not host or type(port) is not int or not 0 < port < 65536:
-        raise ParamsError(f"{where}: expected P's control address, got {host!r}, {port!r}")
+    if not _HOST.fullmatch(host) or type(port) is not int or not 0 < port < 65536:
+        raise ParamsError(
+            f"{where}: expected P's control address, got {_shown(host)}, {_shown(port)}"
+        )
     host = f"[{host}]" if ":" in host else host
     return DecodeParams(reference, f"tcp://{host}:{port}", engine_id)
 

@@ -35,6 +35,7 @@ from pd_control.engine import (
     identity_digest,
 )
 from pd_control.protocol.errors import EngineContractError
+from pd_control.text import printable
 from pd_control.vllm.params import (
     DecodeParams,
     ParamsError,
@@ -58,7 +59,16 @@ MAX_FAILED_REFERENCES = 1024
 class _Waiting:
     """One D request between its arrival and the report of its end to vLLM's scheduler."""
 
-    __slots__ = ("allocated_s", "is_allocated", "params", "prompt_id", "request_id", "state", "why")
+    __slots__ = (
+        "allocated_s",
+        "is_allocated",
+        "is_loaded_beside",
+        "params",
+        "prompt_id",
+        "request_id",
+        "state",
+        "why",
+    )
 
     def __init__(self, request_id: str, params: DecodeParams) -> None:
         self.request_id = request_id
@@ -69,6 +79,7 @@ class _Waiting:
         self.state = "wanted"
         self.why = ""
         self.is_allocated = False
+        self.is_loaded_beside = False  # joined, and the other sample has had its KV
         self.allocated_s = 0.0
 
 
@@ -149,8 +160,11 @@ class SchedulerHalf:
         try:
             params = parse(request.request_id, request.kv_transfer_params)
         except ParamsError as error:
-            log.warning("request %s: kv_transfer_params: %s", request.request_id, error)
-            if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            text = printable(str(error))
+            log.warning("request %s: kv_transfer_params: %s", request.request_id, text)
+            if (request.kv_transfer_params or {}).get("do_remote_prefill") or (
+                self.decode is not None and self.prefill is None
+            ):
                 waiting = _Waiting(request.request_id, DecodeParams("", ""))
                 waiting.state, waiting.why = "doomed", str(error)
                 self._waiting[request.request_id] = waiting
@@ -214,8 +228,9 @@ class SchedulerHalf:
         if waiting.state == "joined":
             if waiting.prompt_id in self._leader:
                 return None, False  # asked again when the other sample has its KV, or failed
-            # A hit is rounded down to a block, so up to a block may be missing of a prompt that is here.
-            if self._wanted_end(request) <= num_computed + self._block_tokens:
+            # What the other has loaded P does not give twice. A hit is rounded down to a block, so some of it
+            # is missing here, and more if D had to use those blocks again: D computes that.
+            if waiting.is_loaded_beside:
                 waiting.state = "done"
                 return 0, False
             self._lead(request, waiting)
@@ -255,6 +270,8 @@ class SchedulerHalf:
             # Everything wanted is here already; P is told by an empty range.
             self.decode.blocks_allocated(request.request_id, block_ids, wanted_end)
             waiting.state = "here"
+            self._tell_followers(waiting)
+            self._stop_leading(waiting)
             return
         self.decode.blocks_allocated(request.request_id, block_ids, wanted_end - num_external)
 
@@ -426,6 +443,8 @@ class SchedulerHalf:
 
     def request_loaded(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
         waiting = self._ended(request_id, "loaded")
+        if waiting is not None:
+            self._tell_followers(waiting)
         if waiting is not None and waiting.is_allocated:
             self._loaded.append(request_id)
             stats = self._count(Code.OK)
@@ -433,7 +452,8 @@ class SchedulerHalf:
             stats["seconds"].append(time.monotonic() - waiting.allocated_s)
 
     def request_failed(self, request_id: str, code: Code, message: str) -> None:
-        log.warning("request %s: its KV did not come: %s: %s", request_id, code.name, message)
+        text = printable(message)  # it may quote what a client or a peer said
+        log.warning("request %s: its KV did not come: %s: %s", request_id, code.name, text)
         waiting = self._ended(request_id, "failed")
         if waiting is None:
             return
@@ -467,6 +487,11 @@ class SchedulerHalf:
     def _stop_leading(self, waiting: _Waiting) -> None:
         if self._leader.get(waiting.prompt_id) == waiting.request_id:
             del self._leader[waiting.prompt_id]
+
+    def _tell_followers(self, leader: _Waiting) -> None:
+        for other in self._waiting.values():
+            if other.state == "joined" and other.prompt_id == leader.prompt_id:
+                other.is_loaded_beside = True
 
     def _fail_followers(self, leader: _Waiting) -> None:
         """What was true for one sample is true for those that waited for it."""

@@ -81,14 +81,26 @@ def make_config(
         raise UnsupportedError(
             f"kv_connector_extra_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    sections: dict[str, Any] = dict(extra.get("pd_control", {}))
-    network = dict(sections.pop("network", {}))
+    sections = _section(extra, "pd_control")
+    for name in ("instance", "role"):
+        if name in sections:
+            raise UnsupportedError(
+                f"pd_control.{name}: inside vLLM it is engine_id and kv_role that say so"
+            )
+    for name in ("path", "environ"):  # of `load`, not of the configuration
+        if name in sections:
+            raise UnsupportedError(f"pd_control: unknown {name}")
+    network = _section(sections, "network", "pd_control.")
+    port_of(extra, "bootstrap_port")
     if "control_port" in extra or "control_host" in extra:
-        host, port = str(extra.get("control_host", "127.0.0.1")), int(extra.get("control_port", 0))
+        host, port = extra.get("control_host", "127.0.0.1"), port_of(extra, "control_port")
+        if not isinstance(host, str) or not host:
+            raise UnsupportedError(f"control_host: expected a name or an address, got {host!r}")
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         host = f"[{host}]" if ":" in host else host
         port += data_parallel_index if port else 0
         network.setdefault("listen", f"tcp://{host}:{port}")
-    policy = dict(sections.pop("policy", {}))
+    policy = _section(sections, "policy", "pd_control.")
     policy.setdefault("on_load_failure", on_load_failure)
     if policy["on_load_failure"] != on_load_failure:
         raise UnsupportedError(
@@ -99,13 +111,30 @@ def make_config(
         "heartbeat_s": HEARTBEAT_S,
         "worker_heartbeat_s": HEARTBEAT_S,
         "pressure_hold_s": PRESSURE_HOLD_S,
-        **sections.pop("deadlines", {}),
+        **_section(sections, "deadlines", "pd_control."),
     }
+    rest: dict[str, Any] = {name: _section(sections, name, "pd_control.") for name in sections}
     return load(
         instance=engine_id,
         role=ROLES[kv_role],
-        network=network,
-        policy=policy,
-        deadlines=deadlines,
-        **sections,
+        **(rest | {"network": network, "policy": policy, "deadlines": deadlines}),
     )
+
+
+def port_of(extra: Mapping[str, Any], name: str) -> int:
+    """A port in ``kv_connector_extra_config``; 0, any free one, if it is not there.
+
+    Raises:
+        UnsupportedError: it is none.
+    """
+    port = extra.get(name, 0)
+    if type(port) is not int or not 0 <= port < 65536:
+        raise UnsupportedError(f"{name}: expected 0 to 65535, got {port!r}")
+    return port
+
+
+def _section(of: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
+    found = of.get(name, {})
+    if not isinstance(found, Mapping):
+        raise UnsupportedError(f"{prefix}{name}: expected an object, got {found!r}")
+    return dict(found)

@@ -192,6 +192,59 @@ async def test_a_d_that_recomputes_serves_alone_while_no_p_does_its_half(
         assert proxy.num_recomputed == 1
 
 
+@pytest.mark.parametrize("prefill", [failing, never, breaking_off])
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_d_that_fails_first_for_want_of_kv_serves_alone(
+    prefill: Handler, is_streamed: bool
+) -> None:
+    """As vLLM's does under its policy `fail`: status 500, or 200 and an error as the stream's first event."""
+
+    async def without_kv(server: Scripted, http: web.Request) -> web.StreamResponse:
+        if "kv_transfer_params" not in await http.json():
+            return await good(server, http)
+        if not is_streamed:
+            return await failing(server, http)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for part in (
+            b'data: {"err',
+            b'or": {"message": "no KV", "code": 500}}\n',
+            b"\ndata: [DONE]",
+        ):
+            await response.write(part)
+        return response
+
+    async with running([prefill], [without_kv], on_failure="recompute") as (_, [d], url, proxy):
+        status, body = await asyncio.wait_for(ask(url), GUARD_S)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, d.url)
+        assert proxy.num_recomputed == 1
+    async with running([prefill], [without_kv], on_failure="fail") as (_, _, url, proxy):
+        status, _ = await asyncio.wait_for(ask(url), GUARD_S)
+        assert status in (500, 502)
+        assert proxy.num_recomputed == 0
+
+
+async def test_a_stream_arrives_as_it_was_sent() -> None:
+    """The proxy looks at the first event; text that speaks of errors is none, and no byte is lost."""
+    parts = [b"da", b'ta: {"choices": [{"text": "an \\"error\\""}]}\n', b"\nda", b"ta: [DONE]\n\n"]
+
+    async def streaming(_: Scripted, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for part in parts:
+            await response.write(part)
+        return response
+
+    async with running([good], [streaming]) as (_, _, url, _):
+        assert await asyncio.wait_for(ask(url), GUARD_S) == (200, b"".join(parts))
+
+    async def empty(_: Scripted, __: web.Request) -> web.StreamResponse:
+        return web.Response(content_type="text/event-stream")
+
+    async with running([good], [empty]) as (_, _, url, _):
+        assert await asyncio.wait_for(ask(url), GUARD_S) == (200, b"")
+
+
 @pytest.mark.parametrize(
     ("option", "policy"),
     [("fail", ("recompute", "recompute")), ("", ("fail", "recompute")), ("", ("retry", "fail"))],

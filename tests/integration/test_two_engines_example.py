@@ -46,7 +46,7 @@ def test_ctrl_c_ends_it_with_everything_it_started() -> None:
     marker = f"PD_CONTROL_EXAMPLE_TEST={os.getpid()}"
     name, _, value = marker.partition("=")
     running = subprocess.Popen(
-        COMMAND,
+        [*COMMAND[:-1], "4000"],  # seconds of work: it must not be over when the signal comes
         env={**os.environ, name: value},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -63,6 +63,22 @@ def test_the_answer_has_every_key_of_the_pull_convention() -> None:
     assert said["remote_block_ids"] is None  # nobody reads our blocks by number
 
 
+@pytest.mark.parametrize(
+    "host", ["p-1.cluster.local", "10.0.0.1", "::1", "[::1]", "fe80::1%eth0", "x"]
+)
+def test_hosts(host: str) -> None:
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "t",
+        "remote_host": host,
+        "remote_port": "9",
+    }
+    found = parse("x", params)
+    assert isinstance(found, DecodeParams)
+    bare = host.strip("[]")
+    assert found.address == (f"tcp://[{bare}]:9" if ":" in bare else f"tcp://{bare}:9")
+
+
 def test_an_ipv6_host_is_bracketed() -> None:
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "::1", "remote_port": 9}
     assert parse("x", params) == DecodeParams("t", "tcp://[::1]:9")
@@ -129,6 +145,37 @@ def test_the_bootstrap_server_answers_as_mooncakes(
             },
             "NAME@HOST:PORT",
         ),
+        *(
+            (
+                {
+                    "do_remote_prefill": True,
+                    "transfer_id": "t",
+                    "remote_host": host,
+                    "remote_port": port,
+                },
+                "remote_host, remote_port: .{0,260}$",
+            )
+            for host, port in [
+                ("h", "7" * 5000),
+                ("h", "\u0667"),
+                ("h", -1),
+                ("h", 10**5000),
+                ("h", True),
+                ("h", 1.5),
+                ("x/y\nERROR forged", 1),
+                ("h\r", 1),
+                ("h\0", 1),
+                ("tcp://h", 1),
+                ("h:99", 1),
+                ("[", 1),
+                ("user@h", 1),
+                (" h", 1),
+                ("-h", 1),
+                ("é", 1),
+            ]
+        ),
+        ({"do_remote_decode": True, "num_takers": [0] * 9999}, "num_takers: .{0,160}$"),
+        ({"do_remote_decode": True, "num_takers": 10**5000}, "num_takers: .{0,160}$"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(params: dict[str, Any], named: str) -> None:
@@ -150,6 +197,41 @@ def test_untested_versions_are_refused_unless_allowed() -> None:
     with pytest.raises(UnsupportedError, match=r"0\.29\.1"):
         check_version("0.29.1", False)
     check_version("0.29.1", True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"control_port": "abc"}, "control_port: expected 0 to 65535, got 'abc'"),
+        ({"control_port": None}, "control_port"),
+        ({"control_port": -5}, "control_port"),
+        ({"control_port": 70000}, "control_port"),
+        ({"control_port": True}, "control_port"),
+        ({"control_port": 5600.7}, "control_port"),
+        ({"bootstrap_port": 70000}, "bootstrap_port"),
+        ({"bootstrap_port": "x"}, "bootstrap_port"),
+        ({"control_host": None}, "control_host"),
+        ({"control_host": ""}, "control_host"),
+        ({"pd_control": [1]}, "pd_control: expected an object"),
+        ({"pd_control": None}, "pd_control: expected an object"),
+        ({"pd_control": {"deadlines": 5}}, r"pd_control\.deadlines: expected an object"),
+        ({"pd_control": {"network": "x"}}, r"pd_control\.network"),
+        ({"pd_control": {"policy": None}}, r"pd_control\.policy"),
+        ({"pd_control": {"limits": 1}}, r"pd_control\.limits"),
+        ({"pd_control": {"instance": "x"}}, r"pd_control\.instance.*engine_id"),
+        ({"pd_control": {"role": "x"}}, r"pd_control\.role"),
+        ({"pd_control": {"path": {}}}, "unknown path"),
+    ],
+)
+def test_what_is_wrong_in_the_extra_config_is_named(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        make_config("e", "kv_producer", extra, "fail")
+
+
+def test_a_control_host_may_come_with_brackets() -> None:
+    for host in ("::1", "[::1]"):
+        config = make_config("e", "kv_producer", {"control_host": host}, "fail")
+        assert config.network.listen == "tcp://[::1]:0"
 
 
 def test_the_configuration_comes_from_the_extra_config() -> None:

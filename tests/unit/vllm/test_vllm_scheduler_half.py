@@ -205,6 +205,34 @@ def test_samples_of_one_prompt_load_it_once() -> None:
     assert len(rig.of(ev.DecodeRequestAdded)) == 1
 
 
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_what_a_sample_does_not_find_of_a_loaded_prompt_it_computes(leaves_early: bool) -> None:
+    """P gives a prompt once; D may have had to use its blocks again before the other sample got any."""
+    rig = Rig()
+    first, second = for_d("0_r"), for_d("1_r")
+    rig.arrive(first)
+    rig.arrive(second)
+    rig.decode.mailbox.put(fx.RequestLoaded("0_r", 9))
+    rig.half.drain()
+    if leaves_early:
+        rig.half.finished(first, succeeded=False)
+    else:
+        rig.half.allocated(first, ((1, 2, 3),), 0)
+    assert rig.half.matched_tokens(second, 0) == (0, False)
+    assert len(rig.of(ev.DecodeRequestAdded)) == 1
+
+
+def test_samples_do_not_wait_for_one_that_has_everything() -> None:
+    rig = Rig()
+    first, second = for_d("0_r"), for_d("1_r")
+    rig.half.new_request(first)
+    rig.half.new_request(second)
+    assert rig.half.matched_tokens(first, 9) == (0, False)
+    rig.half.allocated(first, ((1, 2, 3),), 0)
+    assert rig.half.matched_tokens(second, 9) == (0, False)
+    assert len(rig.of(ev.DecodeRequestAdded)) == 1
+
+
 def test_another_request_with_the_same_reference_is_a_taker_of_its_own() -> None:
     rig = Rig()
     assert rig.arrive(for_d("r")) == (9, True)
