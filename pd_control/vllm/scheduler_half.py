@@ -52,8 +52,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: References of failed loads that are remembered for :meth:`SchedulerHalf._new_on_d`.
-MAX_FAILED_REFERENCES = 1024
+#: Ended loads that are remembered for :meth:`SchedulerHalf._new_on_d`, of each kind.
+MAX_REMEMBERED = 1024
+
+
+def _remember(kept: dict[str, None], key: str) -> None:
+    kept[key] = None
+    if len(kept) > MAX_REMEMBERED:
+        del kept[next(iter(kept))]
 
 
 class _Waiting:
@@ -127,6 +133,7 @@ class SchedulerHalf:
         self._stats: dict[str, Any] | None = None
         self._failed: dict[str, str] = {}  # to report by the workers of the next step, and why
         self._told: dict[str, None] = {}  # references whose load has failed, the latest last
+        self._given: dict[str, None] = {}  # prompt ids whose KV is or was here, the latest last
 
     # -- binding -----------------------------------------------------------------------------------
 
@@ -186,8 +193,9 @@ class SchedulerHalf:
             return
         waiting = _Waiting(request.request_id, params)
         self._waiting[request.request_id] = waiting
-        if waiting.prompt_id in self._leader:
-            waiting.state = "joined"  # another sample of the same prompt loads it already
+        waiting.is_loaded_beside = waiting.prompt_id in self._given
+        if waiting.is_loaded_beside or waiting.prompt_id in self._leader:
+            waiting.state = "joined"  # another sample of the same prompt loads it, or has done so
             return
         self._lead(request, waiting)
 
@@ -457,9 +465,7 @@ class SchedulerHalf:
         waiting = self._ended(request_id, "failed")
         if waiting is None:
             return
-        self._told[waiting.params.reference] = None
-        if len(self._told) > MAX_FAILED_REFERENCES:
-            del self._told[next(iter(self._told))]
+        _remember(self._told, waiting.params.reference)
         waiting.why = f"{code.name}: {message}"
         self._count(code)
         if self._leader.get(waiting.prompt_id) == request_id:
@@ -489,6 +495,8 @@ class SchedulerHalf:
             del self._leader[waiting.prompt_id]
 
     def _tell_followers(self, leader: _Waiting) -> None:
+        """Of what P will not give again: to those that wait for it, and to those that are yet to come."""
+        _remember(self._given, leader.prompt_id)
         for other in self._waiting.values():
             if other.state == "joined" and other.prompt_id == leader.prompt_id:
                 other.is_loaded_beside = True

@@ -222,6 +222,19 @@ def test_what_a_sample_does_not_find_of_a_loaded_prompt_it_computes(leaves_early
     assert len(rig.of(ev.DecodeRequestAdded)) == 1
 
 
+def test_a_sample_that_comes_when_the_prompt_has_been_loaded_does_not_ask_for_it() -> None:
+    rig = Rig()
+    first = for_d("0_r")
+    rig.arrive(first)
+    rig.decode.mailbox.put(fx.RequestLoaded("0_r", 9))
+    rig.half.drain()
+    rig.half.allocated(first, ((1, 2, 3),), 0)
+    rig.half.finished(first, succeeded=True)
+    assert rig.arrive(for_d("1_r")) == (0, False)
+    assert len(rig.of(ev.DecodeRequestAdded)) == 1
+    assert rig.arrive(for_d("0_s")) == (9, True)  # another request's
+
+
 def test_samples_do_not_wait_for_one_that_has_everything() -> None:
     rig = Rig()
     first, second = for_d("0_r"), for_d("1_r")
