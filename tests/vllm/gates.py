@@ -20,6 +20,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,8 @@ from pd_control.protocol.effects import LinkNews
 #: Environment variable: the folder of the gates' sockets.
 FOLDER = "PD_TEST_GATES"
 LOST = "lost-words"
-#: Several steps' worth: a destination that was there before the prompt is surely known by then.
+#: Several steps' worth: a destination that was there before the prompt is known by then, since the loop
+#: thread keeps up (see `_let_loop_thread_catch_up`).
 PREFILL_TOKENS = 384
 REACHED_S = 60.0
 
@@ -115,6 +117,15 @@ def _lose_words(folder: Path, runner: Any) -> None:
     runner._executors[LinkNews] = some
 
 
+def _let_loop_thread_catch_up(runtime: Any) -> None:
+    """Core thread: what it has told the loop thread is known there, and what that comes to is back, when this
+    returns. A tiny model computes three steps in the time for which a loop thread may wait for Python's lock,
+    and a core that stands at a gate takes nothing more."""
+    done = threading.Event()
+    runtime.call_on_loop(done.set)
+    done.wait(REACHED_S)
+
+
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
     """For ``--scheduler-cls``."""
     from pd_control.vllm import sleeping
@@ -125,6 +136,8 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Any:
     folder, schedule = Path(os.environ[FOLDER]), scheduler.schedule
 
     def gated(*args: Any, **kwargs: Any) -> Any:
+        if (folder / "prefill").exists():
+            _let_loop_thread_catch_up(scheduler.connector._runtime)
         _stand(folder, list(scheduler.running))
         return schedule(*args, **kwargs)
 
