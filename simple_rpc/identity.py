@@ -115,6 +115,13 @@ class Address(NamedTuple):
         raise ValueError(f"expected tcp://host:port or unix:///path, got {text!r}")
 
     @classmethod
+    def tcp(cls, host: str, port: int) -> Address:
+        """``host``: a name or an address; one of IPv6 with or without brackets."""
+        return cls(
+            host=host[1:-1] if host.startswith("[") and host.endswith("]") else host, port=port
+        )
+
+    @classmethod
     def unix(cls, path: str) -> Address:
         if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
             raise ValueError(

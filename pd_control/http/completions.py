@@ -363,6 +363,8 @@ async def serve_app(app: web.Application, host: str, port: int) -> tuple[web.App
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
-        why = os.strerror(error.errno) if error.errno else str(error)
+        # asyncio's own text repeats the address; numbers below zero are the resolver's.
+        code = error.errno or 0
+        why = os.strerror(code) if code > 0 else error.strerror or str(error)
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {why}") from error
     return runner, int(runner.addresses[0][1])

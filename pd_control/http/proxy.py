@@ -388,9 +388,10 @@ class Proxy:
         sender: _Sender,
     ) -> web.StreamResponse:
         """``params``: None for a D that computes the prompt itself."""
-        whole = body | {"kv_transfer_params": params, "request_id": f"{transfer_id}-d"}
-        if params is None:
-            del whole["kv_transfer_params"]
+        whole = body | {"request_id": f"{transfer_id}-d"}
+        whole.pop("kv_transfer_params", None)  # a client's own
+        if params is not None:
+            whole["kv_transfer_params"] = params
         async with self._post(d, path, whole) as answer:
             try:
                 if answer.content_type == "text/event-stream":

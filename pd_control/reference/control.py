@@ -34,6 +34,7 @@ from pd_control.engine import (
 )
 from pd_control.reference.sampling import SamplingParams
 from pd_control.reference.scheduler import Scheduler, Sequence, StepPlan
+from simple_rpc import Address
 
 #: Told of a request's tokens and of its end: (sequence, tokens, finish reason or None, error).
 Tell = Callable[[Sequence, list[int], "str | None", str], None]
@@ -254,9 +255,7 @@ class ControlPort:
             port = control.get("remote_port")
             if type(port) is not int or not 0 < port < 65536:
                 raise ControlError(f"remote_port: expected 1 to 65535, got {port!r}")
-            host = text("remote_host")
-            host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-            address = f"tcp://{host}:{port}"
+            address = str(Address.tcp(text("remote_host"), port))
         policy = text("on_failure")
         if policy and policy.upper() not in OnFailure.__members__:
             raise ControlError(f"on_failure: expected fail, recompute or retry, got {policy!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simple_rpc import LoopThread
+from simple_rpc import Address, LoopThread
 
 START_S = 10.0
 
@@ -29,11 +29,15 @@ class Bootstrap:
     def __init__(
         self, host: str, port: int, *, engine_id: str, control: tuple[str, int], tp_size: int
     ) -> None:
-        control_host = f"[{control[0]}]" if ":" in control[0] else control[0]
-        at = f"{control_host}:{control[1]}"
-        ranks = {str(rank): {"0": f"tcp://{at}"} for rank in range(tp_size)}
+        address = str(Address.tcp(*control))
+        ranks = {str(rank): {"0": address} for rank in range(tp_size)}
         #: data-parallel rank → who it is
-        self._answer = {"0": {"engine_id": f"{engine_id}@{at}", "worker_addr": ranks}}
+        self._answer = {
+            "0": {
+                "engine_id": f"{engine_id}@{address.removeprefix('tcp://')}",
+                "worker_addr": ranks,
+            }
+        }
         self._thread = LoopThread(f"pd-control bootstrap {engine_id}")
         self._thread.start()
         try:

@@ -125,6 +125,7 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         from pd_control.messages import Topology
         from pd_control.runtime.scheduler import SchedulerRuntime
         from pd_control.vllm.scheduler_half import SchedulerHalf
+        from pd_control.vllm.settings import port_of
 
         block_tokens = vllm_config.cache_config.block_size
         self._half = half = SchedulerHalf(
@@ -149,7 +150,7 @@ class PDControlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if self._runtime.prefill is not None and "bootstrap_port" in extra:
             try:
-                self._start_bootstrap(int(extra["bootstrap_port"]))  # checked by make_config
+                self._start_bootstrap(port_of(extra, "bootstrap_port"))
             except BaseException:
                 self._runtime.close()
                 raise

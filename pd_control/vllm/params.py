@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from simple_rpc import Address
+
 #: vLLM puts "<index>_" before the id of each of several samples.
 _CHILD_PREFIX = re.compile(r"^(\d+)_(?=.)")
 MAX_REFERENCE_CHARS = 256
@@ -106,16 +108,17 @@ def parse(request_id: str, params: Mapping[str, Any] | None) -> PrefillParams | 
     if not host and port is None and params.get("remote_bootstrap_addr"):
         where = f"remote_engine_id {engine_id!r}: NAME@HOST:PORT, as P's bootstrap server answers"
         host, _, port = engine_id.rpartition("@")[2].rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
     if isinstance(port, str) and _PORT.fullmatch(port):
         port = int(port)
-    if not _HOST.fullmatch(host) or type(port) is not int or not 0 < port < 65536:
+    if (
+        not _HOST.fullmatch(Address.tcp(host, 0).host)
+        or type(port) is not int
+        or not 0 < port < 65536
+    ):
         raise ParamsError(
             f"{where}: expected P's control address, got {_shown(host)}, {_shown(port)}"
         )
-    host = f"[{host}]" if ":" in host else host
-    return DecodeParams(reference, f"tcp://{host}:{port}", engine_id)
+    return DecodeParams(reference, str(Address.tcp(host, port)), engine_id)
 
 
 def answer(

@@ -65,16 +65,7 @@ def _remember(kept: dict[str, None], key: str) -> None:
 class _Waiting:
     """One D request between its arrival and the report of its end to vLLM's scheduler."""
 
-    __slots__ = (
-        "allocated_s",
-        "is_allocated",
-        "is_loaded_beside",
-        "params",
-        "prompt_id",
-        "request_id",
-        "state",
-        "why",
-    )
+    __slots__ = ("allocated_s", "is_allocated", "params", "prompt_id", "request_id", "state", "why")
 
     def __init__(self, request_id: str, params: DecodeParams) -> None:
         self.request_id = request_id
@@ -85,7 +76,6 @@ class _Waiting:
         self.state = "wanted"
         self.why = ""
         self.is_allocated = False
-        self.is_loaded_beside = False  # joined, and the other sample has had its KV
         self.allocated_s = 0.0
 
 
@@ -133,7 +123,7 @@ class SchedulerHalf:
         self._stats: dict[str, Any] | None = None
         self._failed: dict[str, str] = {}  # to report by the workers of the next step, and why
         self._told: dict[str, None] = {}  # references whose load has failed, the latest last
-        self._given: dict[str, None] = {}  # prompt ids whose KV is or was here, the latest last
+        self._given: dict[str, None] = {}  # prompt ids that P will not give again, the latest last
 
     # -- binding -----------------------------------------------------------------------------------
 
@@ -167,8 +157,7 @@ class SchedulerHalf:
         try:
             params = parse(request.request_id, request.kv_transfer_params)
         except ParamsError as error:
-            text = printable(str(error))
-            log.warning("request %s: kv_transfer_params: %s", request.request_id, text)
+            log.warning("request %s: kv_transfer_params: %s", request.request_id, error)
             if (request.kv_transfer_params or {}).get("do_remote_prefill") or (
                 self.decode is not None and self.prefill is None
             ):
@@ -193,8 +182,7 @@ class SchedulerHalf:
             return
         waiting = _Waiting(request.request_id, params)
         self._waiting[request.request_id] = waiting
-        waiting.is_loaded_beside = waiting.prompt_id in self._given
-        if waiting.is_loaded_beside or waiting.prompt_id in self._leader:
+        if waiting.prompt_id in self._given or waiting.prompt_id in self._leader:
             waiting.state = "joined"  # another sample of the same prompt loads it, or has done so
             return
         self._lead(request, waiting)
@@ -238,7 +226,7 @@ class SchedulerHalf:
                 return None, False  # asked again when the other sample has its KV, or failed
             # What the other has loaded P does not give twice. A hit is rounded down to a block, so some of it
             # is missing here, and more if D had to use those blocks again: D computes that.
-            if waiting.is_loaded_beside:
+            if waiting.prompt_id in self._given:
                 waiting.state = "done"
                 return 0, False
             self._lead(request, waiting)
@@ -278,7 +266,7 @@ class SchedulerHalf:
             # Everything wanted is here already; P is told by an empty range.
             self.decode.blocks_allocated(request.request_id, block_ids, wanted_end)
             waiting.state = "here"
-            self._tell_followers(waiting)
+            _remember(self._given, waiting.prompt_id)
             self._stop_leading(waiting)
             return
         self.decode.blocks_allocated(request.request_id, block_ids, wanted_end - num_external)
@@ -452,7 +440,7 @@ class SchedulerHalf:
     def request_loaded(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
         waiting = self._ended(request_id, "loaded")
         if waiting is not None:
-            self._tell_followers(waiting)
+            _remember(self._given, waiting.prompt_id)
         if waiting is not None and waiting.is_allocated:
             self._loaded.append(request_id)
             stats = self._count(Code.OK)
@@ -493,13 +481,6 @@ class SchedulerHalf:
     def _stop_leading(self, waiting: _Waiting) -> None:
         if self._leader.get(waiting.prompt_id) == waiting.request_id:
             del self._leader[waiting.prompt_id]
-
-    def _tell_followers(self, leader: _Waiting) -> None:
-        """Of what P will not give again: to those that wait for it, and to those that are yet to come."""
-        _remember(self._given, leader.prompt_id)
-        for other in self._waiting.values():
-            if other.state == "joined" and other.prompt_id == leader.prompt_id:
-                other.is_loaded_beside = True
 
     def _fail_followers(self, leader: _Waiting) -> None:
         """What was true for one sample is true for those that waited for it."""

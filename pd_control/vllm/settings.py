@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pd_control.config import Config, load
+from simple_rpc import Address
 
 #: Versions that the connector is tested with; others may work and are refused unless told otherwise.
 SUPPORTED = ("0.31", "0.32")
@@ -96,10 +97,8 @@ def make_config(
         host, port = extra.get("control_host", "127.0.0.1"), port_of(extra, "control_port")
         if not isinstance(host, str) or not host:
             raise UnsupportedError(f"control_host: expected a name or an address, got {host!r}")
-        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        host = f"[{host}]" if ":" in host else host
         port += data_parallel_index if port else 0
-        network.setdefault("listen", f"tcp://{host}:{port}")
+        network.setdefault("listen", str(Address.tcp(host, port)))
     policy = _section(sections, "policy", "pd_control.")
     policy.setdefault("on_load_failure", on_load_failure)
     if policy["on_load_failure"] != on_load_failure:

@@ -131,6 +131,10 @@ async def test_an_address_that_is_taken_is_named(serving: Serving) -> None:
     port = int(serving.url.rpartition(":")[2])
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
         await serve_app(web.Application(), "127.0.0.1", port)
+    with pytest.raises(
+        OSError, match=r"cannot listen on no\.such\.host\.invalid:1: (?!Unknown error)"
+    ):
+        await serve_app(web.Application(), "no.such.host.invalid", 1)
 
 
 @on_one_loop

@@ -74,3 +74,18 @@ def test_attributes_do_not_change_afterwards():
     assert identity.attributes["rank"] == 1
     with pytest.raises(TypeError):
         identity.attributes["rank"] = 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("h", "tcp://h:7"),
+        ("10.0.0.1", "tcp://10.0.0.1:7"),
+        ("::1", "tcp://[::1]:7"),
+        ("[::1]", "tcp://[::1]:7"),
+    ],
+)
+def test_an_address_of_host_and_port_is_what_its_text_parses_to(host: str, text: str) -> None:
+    address = Address.tcp(host, 7)
+    assert str(address) == text
+    assert Address.parse(text) == address
