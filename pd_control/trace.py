@@ -142,8 +142,8 @@ class Trace:
         return in_order(found)
 
     def search(self, request_id: str, keys: Iterable[bytes] = ()) -> Iterator[list[TraceEvent]]:
-        """The events of one request, as `events` finds them but in no order, in parts that take a fraction of
-        a millisecond each: a loop thread turns between them. Of the ring as it is at the first one."""
+        """The events of one request, as `events` finds them but in no order, in parts that take a
+        millisecond or so each: a loop thread turns between them. Of the ring as it is at the first one."""
         ring = list(self._ring)
         parts = [
             range(i, min(i + SEARCH_EVENTS, len(ring))) for i in range(0, len(ring), SEARCH_EVENTS)
